@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``numinous``. Exit codes: 0 holds, 1 does not hold, 2 could not be decided or bad usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+from .patching.errors import PatchError
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    if missing.name not in ("typer", "rich"):
+        raise
+    sys.exit(f"numinous: {missing.name} is not installed; run: pip install 'numinous-tooling[cli]'")
+
+app = typer.Typer(
+    help="Make an installed SGLang faster and roomier: features, checks, edits, gates.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+err = Console(stderr=True, soft_wrap=True)
+
+JSON = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+ENGINE = Annotated[
+    str | None,
+    typer.Option(
+        help="A wheel or a directory that holds sglang/, instead of the installed engine."
+    ),
+]
+NAMES = Annotated[
+    list[str] | None, typer.Argument(help="Feature ids, for example scheduler.decode_burst.")
+]
+
+
+@app.command()
+def features(engine: ENGINE = None, as_json: JSON = False) -> None:
+    """List the installed features: flag, on or off, fits this engine, where it has run."""
+    from .patching.check import features_report
+
+    report, code = features_report(engine)
+    if as_json:
+        _print_json(report)
+        raise typer.Exit(code)
+    table = Table("feature", "flag", "on", "fits", "where", "what you get")
+    for column in table.columns[:4]:
+        column.no_wrap = True
+    for row in report["features"]:
+        where = ", ".join(f"{arch} {word}" for arch, word in row["arch"].items())
+        table.add_row(
+            row["id"], row["flag"], _yes(row["on"]), _yes(row["fits"]), where, row["sentence"]
+        )
+    out.print(table)
+    if report["problem"]:
+        err.print(report["problem"], style="yellow", markup=False)
+    for row in report["features"]:
+        for reason in row["reasons"]:
+            err.print(f"{row['id']}: {reason}", style="red", markup=False)
+    raise typer.Exit(code)
+
+
+_serve_command: list[
+    str
+] = []  # what stood behind `--`; `main` takes it off before the options are parsed
+
+
+@app.command()
+def check(
+    names: NAMES = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Judge every installed feature, enabled or not.")
+    ] = False,
+    engine: ENGINE = None,
+    as_json: JSON = False,
+) -> None:
+    """Judge features against the engine: numinous check [FEATURE…] [-- YOUR SERVE COMMAND].
+
+    Exit 0 only if everything that is enabled fits. After `--`, put your own serve command line.
+    """
+    from .patching.check import check_report
+
+    report, code = check_report(
+        names or [], engine=engine, everything=everything, command=_serve_command
+    )
+    if as_json:
+        _print_json(report)
+        raise typer.Exit(code)
+    if report["engine"]:
+        out.print(
+            f"engine: sglang {report['engine']['version']} at {report['engine']['where']}",
+            markup=False,
+        )
+    for row in report["features"]:
+        state = "fits" if row["fits"] else "does not fit"
+        out.print(
+            f"{row['id']}: {'on' if row['on'] else 'off'}, {state}",
+            style=None if row["fits"] else "red",
+            markup=False,
+        )
+        for reason in row["reasons"]:
+            out.print(f"  {reason}", markup=False)
+    for item in report["on_disk"]:
+        out.print(f"on disk: {item['patch']} ({item['kind']})", markup=False)
+    if report["command"]:
+        for line in report["command"]["problems"]:
+            out.print(f"command: {line}", style="red", markup=False)
+        for name, lines in report["command"]["refusals"].items():
+            for line in lines:
+                out.print(f"{name} cannot serve this command: {line}", style="red", markup=False)
+        if not report["command"]["problems"] and not report["command"]["refusals"]:
+            out.print(
+                f"command: accepted by {', '.join(report['command']['features']) or 'stock (no feature is on)'}",
+                markup=False,
+            )
+    for line in report["problems"]:
+        out.print(line, style="red", markup=False)
+    out.print({0: "holds", 1: "does not hold", 2: "undecided"}[code])
+    raise typer.Exit(code)
+
+
+@app.command()
+def apply(names: NAMES = None, engine: ENGINE = None, as_json: JSON = False) -> None:
+    """Put the edits and series of features into the installed engine, all or nothing."""
+    from .patching.disk import apply_report
+
+    _finish(apply_report(names or [], engine), as_json)
+
+
+@app.command()
+def revert(names: NAMES = None, engine: ENGINE = None, as_json: JSON = False) -> None:
+    """Take edits and series out again, byte for byte; without names, all of them."""
+    from .patching.disk import revert_report
+
+    _finish(revert_report(names or [], engine), as_json)
+
+
+@app.command()
+def status(engine: ENGINE = None, as_json: JSON = False) -> None:
+    """Show what is in place: edits on disk, running servers and their engaged / refused counters."""
+    from .patching.check import status_report
+
+    report, code = status_report(engine)
+    if as_json:
+        _print_json(report)
+        raise typer.Exit(code)
+    for item in report["on_disk"]:
+        out.print(f"on disk: {item['patch']} ({item['kind']}) of {item['feature']}", markup=False)
+    if not report["on_disk"]:
+        out.print("on disk: nothing")
+    for server in report["servers"]:
+        roles = ", ".join(
+            f"{p['role']} {p['pid']}{'' if p['alive'] else ' (ended)'}" for p in server["processes"]
+        )
+        out.print(f"server {server['run']}: {roles}", markup=False)
+        for name in sorted({f for p in server["processes"] for f in p["features"]}):
+            counts = ", ".join(
+                f"{k} {v}" for k, v in sorted(server["totals"].get(name, {}).items())
+            )
+            out.print(f"  {name}: {counts or 'in place, not called yet'}", markup=False)
+    if not report["servers"]:
+        out.print("servers: none with features on")
+    for line in report["problems"]:
+        out.print(line, style="red", markup=False)
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    engine: ENGINE = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Judge for this GPU instead of the ones here.")
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Say what this machine and this engine lack: versions, tuned configs, caches, edits, features that would fit."""
+    from .doctor import doctor_report, exit_code
+
+    report = doctor_report(engine=engine, gpu=gpu)
+    if as_json:
+        _print_json(report)
+        raise typer.Exit(exit_code(report))
+    styles = {"ok": "green", "note": None, "problem": "red", "unknown": "yellow"}
+    for section, findings in report.items():
+        if not isinstance(findings, list):
+            continue
+        out.print(section, style="bold")
+        for finding in findings:
+            detail = f": {finding['detail']}" if finding["detail"] else ""
+            fix = f" -> {finding['fix']}" if finding["fix"] else ""
+            out.print(
+                f"  {finding['level']:<7} {finding['what']}{detail}{fix}",
+                style=styles[finding["level"]],
+                markup=False,
+            )
+    raise typer.Exit(exit_code(report))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def gate(context: typer.Context) -> None:
+    """Decide by measurement: `numinous gate serving …` (see `numinous gate serving --help`)."""
+    try:
+        from .gate.__main__ import main as gate_main
+    except ModuleNotFoundError as missing:
+        raise PatchError(
+            f"{missing.name} is not installed; run: pip install 'numinous-tooling[gate]'"
+        ) from missing
+    raise typer.Exit(gate_main(context.args))
+
+
+def _finish(result: tuple[dict[str, Any], int], as_json: bool) -> None:
+    report, code = result
+    if as_json:
+        _print_json(report)
+    else:
+        for line in report["done"]:
+            out.print(line, markup=False)
+        for line in report["problems"]:
+            err.print(line, style="red", markup=False)
+    raise typer.Exit(code)
+
+
+def _print_json(report: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
+
+
+def _yes(value: bool | None) -> str:
+    return {True: "yes", False: "no", None: "?"}[value]
+
+
+def main() -> None:
+    """Console script."""
+    words = sys.argv[1:]
+    if words[:1] == ["check"] and "--" in words:
+        _serve_command.extend(words[words.index("--") + 1 :])
+        words = words[: words.index("--")]
+    try:
+        app(args=words, prog_name="numinous")
+    except PatchError as error:
+        err.print(f"numinous: {error}", style="red", markup=False)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

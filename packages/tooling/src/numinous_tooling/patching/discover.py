@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which features are installed: the entry-point group ``numinous.features``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from .errors import PatchError
+from .feature import Feature
+
+GROUP = "numinous.features"
+
+
+def installed_features() -> list[Feature]:
+    """Every declared feature, sorted by id.
+
+    Raises:
+        PatchError: a topic package is broken or two packages claim one id. A broken package is never skipped: its
+            user would serve stock without knowing.
+    """
+    found: dict[str, tuple[Feature, str]] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
+        origin = f"entry point {entry.name} = {entry.value}"
+        try:
+            declared: Sequence[Feature] = entry.load()()
+        except Exception as error:
+            raise PatchError(
+                f"{origin} cannot be loaded ({type(error).__name__}: {error}); reinstall it"
+            ) from error
+        for feature in declared:
+            if feature.id in found:
+                raise PatchError(
+                    f"feature {feature.id} is declared twice: {found[feature.id][1]} and {origin}"
+                )
+            found[feature.id] = (feature, origin)
+    return [found[name][0] for name in sorted(found)]
+
+
+def load_callable(name: str) -> Callable[..., Any]:
+    """The object behind ``"module:function"``; raises PatchError with the reason it cannot be had."""
+    module, _, attribute = name.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise PatchError(f"{name} cannot be imported: {error}") from error
+    if not callable(value):
+        raise PatchError(f"{name} is not callable")
+    return value  # type: ignore[no-any-return]
