@@ -147,17 +147,17 @@ def figures(records: list[dict[str, Any]], wall_s: float, output: int) -> dict[s
         tpot.append(1000 * (times[-1] - times[0]) / max(1, output - 1))
         pause.append(1000 * max((b - a for a, b in itertools.pairwise(times)), default=0.0))
     speed = sorted(1000 / value for value in tpot if value)
-    deciles = statistics.quantiles(speed, n=10)
+    deciles = statistics.quantiles(speed, n=10, method="inclusive")
     return {
         "output_tok_s": len(records) * output / wall_s,
         "user_tok_s_p10": deciles[0],
         "user_tok_s_p50": statistics.median(speed),
         "user_tok_s_p90": deciles[8],
         "ttft_p50_ms": statistics.median(ttft),
-        "ttft_p90_ms": statistics.quantiles(ttft, n=10)[8],
+        "ttft_p90_ms": statistics.quantiles(ttft, n=10, method="inclusive")[8],
         "ttft_max_ms": max(ttft),
         "tpot_p50_ms": statistics.median(tpot),
-        "pause_p90_ms": statistics.quantiles(pause, n=10)[8],
+        "pause_p90_ms": statistics.quantiles(pause, n=10, method="inclusive")[8],
     }
 
 

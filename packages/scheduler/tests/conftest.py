@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from numinous_tooling.gate.errors import ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.counters import read_processes, read_totals
 
@@ -129,7 +130,10 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         server = Server("under test", command, env, folder / "server.log", port)
         with server.running(Interrupts()):
             if wait:
-                server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
+                try:
+                    server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
+                except ServerFailed as failure:
+                    pytest.fail(f"{failure}\n{server.tail()}")
             yield Running(server, folder / "state")
 
     return running

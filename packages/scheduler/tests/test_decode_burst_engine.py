@@ -7,6 +7,7 @@ stock runs ``PPPP``, a burst of three ``PDDDPDDDPDDDP``. Letters come from the s
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.engine
 
 FLAG = FEATURE.flag
 STEPS = ("--num-continuous-decode-steps", "3")
+PATIENT = {FLAG: "1", f"{FLAG}_MAX_WAIT_MS": "60000"}  # a busy test machine must not end a burst
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -69,7 +71,7 @@ def test_flag_off_is_stock_order(serve, stock_tokens):
 
 def test_burst_order_chunks_and_early_exit(serve, stock_tokens):
     with serve(
-        *STEPS, "--disable-overlap-schedule", "--chunked-prefill-size", "64", **{FLAG: "1"}
+        *STEPS, "--disable-overlap-schedule", "--chunked-prefill-size", "64", **PATIENT
     ) as running:
         # 160 tokens are three chunks of one prompt; they stay together, and the last one arms the burst.
         order, tokens = together(running)
@@ -96,7 +98,7 @@ def test_burst_order_chunks_and_early_exit(serve, stock_tokens):
 
 
 def test_overlap_schedule_and_queue_cap(serve, stock_tokens):
-    with serve(*STEPS, **{FLAG: "1", f"{FLAG}_MAX_QUEUE": "1"}) as running:
+    with serve(*STEPS, **PATIENT, **{f"{FLAG}_MAX_QUEUE": "1"}) as running:
         order, tokens = together(running)
         # After the first prefill three wait, then two: more than one, so stock order. From then on a burst holds.
         assert gaps(order)[1:] == [0, 3] or gaps(order) == [0, 0, 3], order
@@ -155,7 +157,10 @@ def test_stock_neighbour_holds_blindly(serve):
 
 def test_tensor_parallel_ranks_agree(serve):
     """Two ranks, a cap so short that it fires all the time: a disagreement would hang the collectives."""
-    environ = {FLAG: "1", f"{FLAG}_MAX_WAIT_MS": "3"}
+    bind = {
+        "SGLANG_CPU_OMP_THREADS_BIND": f"0|{(os.cpu_count() or 1) - 1}"
+    }  # ranks of one memory node
+    environ = {FLAG: "1", f"{FLAG}_MAX_WAIT_MS": "3"} | bind
     with serve("--num-continuous-decode-steps", "6", "--tp-size", "2", **environ) as running:
         threads = [
             threading.Thread(

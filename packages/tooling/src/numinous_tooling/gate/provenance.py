@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report must say about where it came from: versions of each arm, machine, commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+QUERY_TIMEOUT_S = 120.0
+
+# Distribution metadata only: importing torch just to ask its version would take seconds.
+_VERSIONS = """
+import json, platform
+from importlib.metadata import distributions
+wanted = ("sglang", "sglang-kernel", "torch", "triton", "transformers", "flashinfer-python")
+found = {"python": platform.python_version()}
+for dist in distributions():
+    name = (dist.name or "").lower().replace("_", "-")
+    if name in wanted or name.startswith("numinous-"):
+        found[name] = dist.version
+print(json.dumps(found))
+"""
+_TORCH_DEVICE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+
+
+def _output(command: list[str]) -> str | None:
+    """Return the stdout of a command, or None where it does not exist or fails."""
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=QUERY_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def versions_of(python: str) -> dict[str, str] | None:
+    """Return the versions that an interpreter would serve with; None where it cannot be asked."""
+    text = _output([python, "-c", _VERSIONS])
+    try:
+        versions: dict[str, str] = json.loads(text or "")
+    except ValueError:
+        return None
+    return versions
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the GPUs that the driver tools list (NVIDIA, AMD); empty where there is none."""
+    if shutil.which("nvidia-smi"):
+        text = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
+        if text:
+            return text.splitlines()
+    if Path("/dev/kfd").exists() and shutil.which("rocm-smi"):
+        text = _output(["rocm-smi", "--showproductname", "--json"])
+        try:
+            cards: dict[str, dict[str, str]] = json.loads(text or "{}")
+        except ValueError:
+            return []
+        return [
+            card.get("Card Series") or card.get("Card series") or name
+            for name, card in sorted(cards.items())
+        ]
+    return []
+
+
+def torch_sees_gpu(python: str) -> bool:
+    """Return whether torch of that interpreter can use a GPU (a CPU build on a GPU host cannot)."""
+    return _output([python, "-c", _TORCH_DEVICE]) not in (None, "", "0")
+
+
+def machine() -> dict[str, Any]:
+    """Return the host's CPU, core count, GPUs and system."""
+    cpu = platform.processor()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpu_names(),
+        "system": platform.platform(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return commit and cleanness of the checkout that holds `folder`; None outside one or before a first commit."""
+    commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    if not commit:
+        return None
+    changes = _output(["git", "-C", str(folder), "status", "--porcelain"])
+    return {"commit": commit, "dirty": bool(changes)}

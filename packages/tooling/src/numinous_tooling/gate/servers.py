@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server and client processes of a gate run: start, watch, and end so that nothing survives.
+
+Every process is started in a session of its own, so a terminal's Ctrl-C reaches only the gate, which then ends the
+others in its own order. What belongs to a server is found in three ways, because engine children may leave their
+parent's group or outlive it: by descent (noted while the server runs), by session id, and by process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import httpx
+import psutil
+
+from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
+
+LOG_TAIL_LINES = 40
+POLL_S = 0.25
+HEALTH_TIMEOUT_S = 30.0
+STOP_GRACE_S = 15.0
+KILL_WAIT_S = 10.0
+
+
+class Interrupts:
+    """Turns SIGINT, SIGTERM and SIGHUP into `Interrupted`, except inside `deferred()` blocks.
+
+    A process that was started but not yet noted, or half stopped, would survive an exception at that moment; such
+    steps run deferred, and the exception is raised when the last block ends.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.pending: signal.Signals | None = None
+        self._depth = 0
+        self._raised = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[Interrupts]:
+        """Handle the signals for the length of a block (main thread only)."""
+        before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Hold signals back until the block ends."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._raise_if_due()
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.pending = signal.Signals(number)
+        self._raise_if_due()
+
+    def _raise_if_due(self) -> None:
+        # Raised once: a second Ctrl-C must not break the clean-up that the first one began.
+        if self.pending is not None and self._depth == 0 and not self._raised:
+            self._raised = True
+            raise Interrupted(self.pending.name)
+
+
+class ProcessTree:
+    """A child process in its own session, with everything that it starts."""
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+        self._seen: dict[int, psutil.Process] = {}
+        self.popen: subprocess.Popen[str] | None = None
+
+    def start(
+        self, command: list[str], env: dict[str, str], *, stderr: int, stdout: int, stdin: int
+    ) -> subprocess.Popen[str]:
+        """Start the command; its first process leads a new session and group."""
+        with self._interrupts.deferred():
+            try:
+                self.popen = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    text=True,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise GateError(f"cannot start {command[0]}: {error.strerror}") from error
+        return self.popen
+
+    def observe(self) -> None:
+        """Note all present members, so that they are known even after their parents are gone."""
+        if self.popen is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leader = self._seen.setdefault(self.popen.pid, psutil.Process(self.popen.pid))
+            for child in leader.children(recursive=True):
+                self._seen.setdefault(child.pid, child)
+        for pid in psutil.pids():
+            with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+                if os.getsid(pid) == self.popen.pid:
+                    self._seen.setdefault(pid, psutil.Process(pid))
+
+    def alive(self) -> list[psutil.Process]:
+        """Return the members that still run (a zombie does not run, it only waits to be collected)."""
+        if self.popen is not None:
+            self.popen.poll()
+        members = []
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+        return members
+
+    def stop(self, grace_s: float) -> None:
+        """End the tree: politely for up to `grace_s`, then by SIGKILL; a pending interrupt ends the politeness."""
+        if self.popen is None:
+            return
+        with self._interrupts.deferred():
+            self.observe()
+            if grace_s > 0 and self.popen.poll() is None:
+                self.popen.terminate()
+                deadline = time.monotonic() + grace_s
+                while (
+                    time.monotonic() < deadline
+                    and self._interrupts.pending is None
+                    and self.alive()
+                ):
+                    time.sleep(0.05)
+            self._kill()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _kill(self) -> None:
+        assert self.popen is not None
+        deadline = time.monotonic() + KILL_WAIT_S
+        while True:
+            # Again in each round: a member may have forked between the listing and the kill.
+            self.observe()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+            members = self.alive()
+            if not members:
+                break
+            for process in members:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if time.monotonic() > deadline:
+                pids = ", ".join(str(process.pid) for process in members)
+                raise GateError(
+                    f"processes {pids} do not end after SIGKILL; look at them with ps, state D is I/O"
+                )
+            time.sleep(0.02)
+        self.popen.wait()
+
+
+class Server:
+    """One server of an arm: started by `with`, always gone after it."""
+
+    def __init__(
+        self, name: str, command: list[str], env: dict[str, str], log: Path, port: int
+    ) -> None:
+        self.name = name
+        self.command = command
+        self.env = env
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        self._tree: ProcessTree | None = None
+
+    @contextlib.contextmanager
+    def running(self, interrupts: Interrupts) -> Iterator[Server]:
+        """Run the server for the length of a block."""
+        tree = self._tree = ProcessTree(interrupts)
+        grace_s = 0.0
+        try:
+            with self.log.open("w") as log:
+                tree.start(
+                    self.command,
+                    self.env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log.fileno(),
+                    stderr=subprocess.STDOUT,
+                )
+            yield self
+            grace_s = STOP_GRACE_S
+        finally:
+            # After a failure there is nothing to be polite about, and task runners kill us soon after a Ctrl-C.
+            tree.stop(grace_s)
+
+    def check_alive(self) -> None:
+        """Raise `ServerFailed` if the server's first process ended; note its children otherwise."""
+        assert self._tree is not None
+        assert self._tree.popen is not None
+        code = self._tree.popen.poll()
+        if code is not None:
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
+            raise self.failed(how)
+        self._tree.observe()
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds used so far by the members that run."""
+        assert self._tree is not None
+        used = 0.0
+        for process in self._tree.alive():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                used += times.user + times.system
+        return used
+
+    def failed(self, how: str) -> ServerFailed:
+        """Return the error to raise: what happened, where the log is, and its tail."""
+        return ServerFailed(f"server {self.name} {how}; see the end of {self.log}", self.tail())
+
+    def tail(self) -> str:
+        """Return the last `LOG_TAIL_LINES` lines of the log."""
+        try:
+            lines = self.log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None]) -> float:
+        """Poll `/health` until it answers 200; return the seconds it took. `on_wait` gets the seconds so far."""
+        start = time.monotonic()
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=HEALTH_TIMEOUT_S) as http:
+            while True:
+                elapsed = time.monotonic() - start
+                self.check_alive()
+                if elapsed > timeout_s:
+                    raise self.failed(f"was not ready after {timeout_s:g} s (--start-timeout)")
+                on_wait(elapsed)
+                with contextlib.suppress(httpx.HTTPError):
+                    if http.get("/health").status_code == 200:
+                        return time.monotonic() - start
+                time.sleep(POLL_S)
+
+    def info(self) -> dict[str, object]:
+        """Return what the server says of itself (`/server_info`), or nothing where it does not say."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            response = httpx.get(
+                f"{self.url}/server_info", trust_env=False, timeout=HEALTH_TIMEOUT_S
+            )
+            if response.status_code == 200:
+                answer = response.json()
+                return answer if isinstance(answer, dict) else {}
+        return {}
+
+
+class OtherLoad:
+    """How many CPU cores programs outside the run keep busy; such load is the usual cause of noise on CPU."""
+
+    def __init__(self, server: Server, client_pid: int) -> None:
+        self._server = server
+        self._pids = (client_pid, os.getpid())
+        self._start_s = time.monotonic()
+        self._before_s = self._others_s()
+
+    def cores(self) -> float:
+        """Return the mean number of cores since construction."""
+        return max(0.0, self._others_s() - self._before_s) / (time.monotonic() - self._start_s)
+
+    def _others_s(self) -> float:
+        whole = psutil.cpu_times()
+        busy = sum(whole) - whole.idle - getattr(whole, "iowait", 0.0)
+        # The kernel counts guest time in user time as well.
+        busy -= getattr(whole, "guest", 0.0) + getattr(whole, "guest_nice", 0.0)
+        own = self._server.cpu_s()
+        for pid in self._pids:
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                own += times.user + times.system
+        return float(busy - own)
+
+
+class ClientProcess:
+    """The measuring process, with its pipes; ended by leaving the `with` block."""
+
+    def __init__(self, command: list[str], interrupts: Interrupts, stderr_log: Path) -> None:
+        self._command = command
+        self._stderr_log = stderr_log
+        self._tree = ProcessTree(interrupts)
+
+    def __enter__(self) -> subprocess.Popen[str]:
+        try:
+            with self._stderr_log.open("w") as log:
+                return self._tree.start(
+                    self._command,
+                    dict(os.environ),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log.fileno(),
+                )
+        except BaseException:
+            self._tree.stop(0)
+            raise
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _value: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self._tree.stop(0)
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
