@@ -36,6 +36,7 @@ from numinous_scheduler.hooks.decode_burst import FEATURE
 from numinous_tooling import evidence
 from numinous_tooling.gate import provenance
 from numinous_tooling.gate.client import NativeGenerateClient, Tally, send
+from numinous_tooling.gate.errors import ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.counters import read_totals
 
@@ -298,9 +299,12 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="decode-burst-") as scratch:
         folder = Path(scratch)
         model = options.model or dummy_model(options.dummy, folder / "model")
-        for repeat in range(options.repeats):
-            for name in arms if repeat % 2 == 0 else reversed(arms):
-                results[name].append(run_arm(name, repeat, options, model, folder))
+        try:
+            for repeat in range(options.repeats):
+                for name in arms if repeat % 2 == 0 else reversed(arms):
+                    results[name].append(run_arm(name, repeat, options, model, folder))
+        except ServerFailed as failure:
+            raise SystemExit(f"{failure.tail}\n{failure}") from None
         records = records_of(results, options)
     if options.evidence:
         evidence.append(options.evidence, records)

@@ -81,7 +81,7 @@ def test_burst_order_chunks_and_early_exit(serve, stock_tokens):
         begin = len(running.batches())
         running.generate(*[prompt(seed, 40) for seed in range(11, 15)], new_tokens=2)
         assert running.batches()[begin:] == "PDPDPDPD"
-        totals = running.totals()
+        totals = running.totals(FEATURE.id)
         assert totals["engaged"] >= 9
         assert totals["refused:nothing_to_decode"] >= 3
         roles = {process.role: process.record["features"] for process in running.processes()}
@@ -103,7 +103,7 @@ def test_overlap_schedule_and_queue_cap(serve, stock_tokens):
         # After the first prefill three wait, then two: more than one, so stock order. From then on a burst holds.
         assert gaps(order)[1:] == [0, 3] or gaps(order) == [0, 0, 3], order
         assert tokens == stock_tokens["four"]
-        assert running.totals()["refused:queue_cap"] >= 1
+        assert running.totals(FEATURE.id)["refused:queue_cap"] >= 1
 
 
 def test_wait_cap_aborts_and_retractions_lose_nothing(serve, stock_tokens):
@@ -142,7 +142,7 @@ def test_wait_cap_aborts_and_retractions_lose_nothing(serve, stock_tokens):
         _, tokens = together(running)
         assert tokens == stock_tokens["four"], "retracted requests are resumed, not lost"
         assert "etract" in running.server.log.read_text(), "the test must have retracted something"
-        assert running.totals()["refused:wait_cap"] >= 2
+        assert running.totals(FEATURE.id)["refused:wait_cap"] >= 2
         assert running.post("/flush_cache").status_code == 200, (
             "nothing leaked: the pool can be flushed"
         )

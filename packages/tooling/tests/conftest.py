@@ -15,6 +15,9 @@ import pytest
 
 from numinous_tooling.patching.engine import DirectoryTree, find_engine
 from numinous_tooling.patching.errors import PatchError
+from numinous_tooling.testing.engine import serve, tiny_model
+
+__all__ = ["serve", "tiny_model"]
 
 THINGS = '''
 """Every kind of thing a hook may meet."""

@@ -133,11 +133,18 @@ def apply(names: NAMES = None, engine: ENGINE = None, as_json: JSON = False) -> 
 
 
 @app.command()
-def revert(names: NAMES = None, engine: ENGINE = None, as_json: JSON = False) -> None:
+def revert(
+    names: NAMES = None,
+    engine: ENGINE = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Give up files that somebody else changed since.")
+    ] = False,
+    as_json: JSON = False,
+) -> None:
     """Take edits and series out again, byte for byte; without names, all of them."""
     from .patching.disk import revert_report
 
-    _finish(revert_report(names or [], engine), as_json)
+    _finish(revert_report(names or [], engine, forget), as_json)
 
 
 @app.command()

@@ -213,7 +213,7 @@ def _disk(tree: EngineTree) -> tuple[list[dict[str, str]], list[str]]:
     )
     explained = {
         "pristine": "holds no edit any more (engine reinstalled?)",
-        "foreign": "was changed by somebody else after numinous edited it",
+        "foreign": "was changed by somebody else after numinous edited it (numinous revert --forget gives it up)",
     }
     problems.extend(
         f"{path} {explained[state]}; run: numinous revert"

@@ -113,7 +113,7 @@ def around_launch_detokenizer(original: Callable[..., Any], *args: Any, **kwargs
 
 def around_launch_schedulers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Spawn the data-parallel controller through `BootedTarget` while the engine launches its schedulers."""
-    engine = sys.modules[ENGINE]
+    engine: Any = sys.modules[ENGINE]
     stock = engine.run_data_parallel_controller_process
     engine.run_data_parallel_controller_process = BootedTarget("dp_controller", stock)
     try:

@@ -33,10 +33,15 @@ def apply_report(names: Sequence[str], engine: str | None = None) -> tuple[dict[
     return _report(engine, work, "applied")
 
 
-def revert_report(names: Sequence[str], engine: str | None = None) -> tuple[dict[str, Any], int]:
-    """Take features off disk; no names: all of them, byte for byte. Needs no installed declaration for that."""
+def revert_report(
+    names: Sequence[str], engine: str | None = None, forget: bool = False
+) -> tuple[dict[str, Any], int]:
+    """Take features off disk; no names: all of them, byte for byte. Needs no installed declaration for that.
+
+    ``forget`` gives up files that somebody else changed after us; it applies to a revert of everything.
+    """
     if not names:
-        return _report(engine, lambda state: state.revert(), "reverted")
+        return _report(engine, lambda state: state.revert(forget=forget), "reverted")
     known = [feature for feature in installed_features() if feature.on_disk]
     chosen, problem = _chosen(names, known, installed_features())
     if problem:

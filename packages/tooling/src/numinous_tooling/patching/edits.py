@@ -63,7 +63,9 @@ def _rendered(original: bytes, edit: Edit) -> bytes:
     try:
         text = original.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise PatchError(f"not UTF-8 ({error.reason} at byte {error.start}); reinstall the engine") from None
+        raise PatchError(
+            f"not UTF-8 ({error.reason} at byte {error.start}); reinstall the engine"
+        ) from None
     bom = _BOM if text.startswith(_BOM) else ""
     lines = _split(text[len(bom) :])
     anchor, insert = _plain(edit.anchor), _plain(edit.insert)
@@ -111,13 +113,17 @@ def _in_place(texts: Sequence[str], block: Sequence[str]) -> bool:
     if not marks:
         return False
     if list(texts[marks[0] : marks[-1] + 1]) != list(block):
-        raise PatchError(f"lines {marks[0] + 1}-{marks[-1] + 1} hold another form of this edit; reinstall the engine")
+        raise PatchError(
+            f"lines {marks[0] + 1}-{marks[-1] + 1} hold another form of this edit; reinstall the engine"
+        )
     return True
 
 
 def _only_match(texts: Sequence[str], anchor: Sequence[str]) -> int:
     size = len(anchor)
-    found = [at for at in range(len(texts) - size + 1) if list(texts[at : at + size]) == list(anchor)]
+    found = [
+        at for at in range(len(texts) - size + 1) if list(texts[at : at + size]) == list(anchor)
+    ]
     if len(found) == 1:
         return found[0]
     if found:
@@ -130,7 +136,10 @@ def _nearest(texts: Sequence[str], anchor: Sequence[str]) -> str:
     """Where most of the anchor stands, or else the line most like its first."""
 
     def hits(at: int) -> int:
-        return sum(bool(want.strip()) and want == have for want, have in zip(anchor, texts[at:], strict=False))
+        return sum(
+            bool(want.strip()) and want == have
+            for want, have in zip(anchor, texts[at:], strict=False)
+        )
 
     best = max(range(len(texts)), key=hits, default=0)
     if texts and hits(best):
@@ -139,7 +148,11 @@ def _nearest(texts: Sequence[str], anchor: Sequence[str]) -> str:
         return f"; line {best + at + 1} is {_shown(have[at])} where it has {_shown(anchor[at])}"
     first = next(line for line in anchor if line.strip())
     near = difflib.get_close_matches(first, texts, n=1)
-    return f" ({_shown(first)}); most like it is line {texts.index(near[0]) + 1}: {_shown(near[0])}" if near else ""
+    return (
+        f" ({_shown(first)}); most like it is line {texts.index(near[0]) + 1}: {_shown(near[0])}"
+        if near
+        else ""
+    )
 
 
 def _shown(line: str) -> str:
@@ -157,7 +170,11 @@ def _check_markers(texts: Sequence[str], block: Sequence[str]) -> None:
     alone = {
         token.string
         for token, following in itertools.pairwise(tokens)
-        if token.type == tokenize.COMMENT and token.string in wanted and following.type == tokenize.NL
+        if token.type == tokenize.COMMENT
+        and token.string in wanted
+        and following.type == tokenize.NL
     }
     if alone != wanted:
-        raise PatchError("the edit lands inside a string or a continued line; choose an anchor that ends a statement")
+        raise PatchError(
+            "the edit lands inside a string or a continued line; choose an anchor that ends a statement"
+        )

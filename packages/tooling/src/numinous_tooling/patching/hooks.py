@@ -273,53 +273,52 @@ def _judge_combination(target: Target) -> None:
 
 def _dispatcher(target: Target) -> Callable[..., Any]:
     """One function for all hooks of a target: replace innermost, then around / before / after in feature order."""
+    is_async = inspect.iscoroutinefunction(target.original)
     inner = target.original
     for bound in sorted(target.bounds, key=lambda b: b.hook.kind != "replace"):
-        inner = _LAYERS[bound.hook.kind](
-            inner, bound.call, inspect.iscoroutinefunction(target.original)
+        layer = (
+            _after_async if is_async and bound.hook.kind == "after" else _LAYERS[bound.hook.kind]
         )
-
-    if inspect.iscoroutinefunction(target.original):
-
-        async def numinous_dispatch(*args: Any, **kwargs: Any) -> Any:
-            return await inner(*args, **kwargs)
-
-    else:
-
-        def numinous_dispatch(*args: Any, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs)
-
-    functools.update_wrapper(numinous_dispatch, target.original)
-    # A stack trace prints the code object's name, which update_wrapper leaves alone: say who speaks and for whom.
+        inner = layer(inner, bound.call)
+    dispatch = _async_dispatch(inner) if is_async else _dispatch(inner)
+    functools.update_wrapper(dispatch, target.original)
+    # A stack trace prints the code object's name, which update_wrapper leaves alone: say who speaks, for whom.
     name = "numinous_" + target.attribute
-    numinous_dispatch.__code__ = numinous_dispatch.__code__.replace(co_name=name, co_qualname=name)
-    setattr(numinous_dispatch, MARK, target.name)
-    for (
-        attribute
-    ) in CACHE_ATTRIBUTES:  # C attributes of lru_cache / singledispatch, not in __dict__
-        if hasattr(target.original, attribute) and not hasattr(numinous_dispatch, attribute):
-            setattr(numinous_dispatch, attribute, getattr(target.original, attribute))
-    return numinous_dispatch
+    dispatch.__code__ = dispatch.__code__.replace(co_name=name, co_qualname=name)
+    setattr(dispatch, MARK, target.name)
+    # Attributes of lru_cache and singledispatch objects are not in their __dict__.
+    for attribute in CACHE_ATTRIBUTES:
+        if hasattr(target.original, attribute) and not hasattr(dispatch, attribute):
+            setattr(dispatch, attribute, getattr(target.original, attribute))
+    return dispatch
 
 
-def _around(
-    inner: Callable[..., Any], call: Callable[..., Any], is_async: bool
-) -> Callable[..., Any]:
+def _dispatch(inner: Callable[..., Any]) -> types.FunctionType:
+    def numinous_dispatch(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return numinous_dispatch  # type: ignore[return-value]
+
+
+def _async_dispatch(inner: Callable[..., Any]) -> types.FunctionType:
+    async def numinous_dispatch(*args: Any, **kwargs: Any) -> Any:
+        return await inner(*args, **kwargs)
+
+    return numinous_dispatch  # type: ignore[return-value]
+
+
+def _around(inner: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     def numinous_around(*args: Any, **kwargs: Any) -> Any:
         return call(inner, *args, **kwargs)
 
     return numinous_around
 
 
-def _replace(
-    inner: Callable[..., Any], call: Callable[..., Any], is_async: bool
-) -> Callable[..., Any]:
+def _replace(inner: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _before(
-    inner: Callable[..., Any], call: Callable[..., Any], is_async: bool
-) -> Callable[..., Any]:
+def _before(inner: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
     def numinous_before(*args: Any, **kwargs: Any) -> Any:
         changed = call(*args, **kwargs)
         if changed is not None:
@@ -329,22 +328,20 @@ def _before(
     return numinous_before
 
 
-def _after(
-    inner: Callable[..., Any], call: Callable[..., Any], is_async: bool
-) -> Callable[..., Any]:
-    if is_async:
+def _after(inner: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    def numinous_after(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        changed = call(result, *args, **kwargs)
+        return result if changed is None else changed
 
-        async def numinous_after(*args: Any, **kwargs: Any) -> Any:
-            result = await inner(*args, **kwargs)
-            changed = call(result, *args, **kwargs)
-            return result if changed is None else changed
+    return numinous_after
 
-    else:
 
-        def numinous_after(*args: Any, **kwargs: Any) -> Any:
-            result = inner(*args, **kwargs)
-            changed = call(result, *args, **kwargs)
-            return result if changed is None else changed
+def _after_async(inner: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    async def numinous_after(*args: Any, **kwargs: Any) -> Any:
+        result = await inner(*args, **kwargs)
+        changed = call(result, *args, **kwargs)
+        return result if changed is None else changed
 
     return numinous_after
 

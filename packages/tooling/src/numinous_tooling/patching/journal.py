@@ -122,7 +122,9 @@ class Steps:
                 error.filename = str(path)
                 raise
 
-    def set_stat(self, fd: int, path: Path, mode: int, mtime_ns: int | None, owner: os.stat_result) -> None:
+    def set_stat(
+        self, fd: int, path: Path, mode: int, mtime_ns: int | None, owner: os.stat_result
+    ) -> None:
         self.before("set_stat", path)
         if (owner.st_uid, owner.st_gid) != (os.geteuid(), os.getegid()):
             with contextlib.suppress(PermissionError):  # only root may give files away
@@ -192,7 +194,9 @@ class _Journal:
     def narrowed(self, state: _State) -> _Journal:
         """Committed to `state`, without the files that it does not change."""
         pristine = {path: self.pristine[path] for path in state.files}
-        folders = tuple(folder for folder in self.folders if any(_below(path, folder) for path in state.files))
+        folders = tuple(
+            folder for folder in self.folders if any(_below(path, folder) for path in state.files)
+        )
         return replace(self, pristine=pristine, committed=state, target=None, folders=folders)
 
     def without(self, paths: Iterable[str]) -> _Journal:
@@ -200,7 +204,9 @@ class _Journal:
         gone = set(paths)
 
         def cut(state: _State) -> _State:
-            return replace(state, files={path: sha for path, sha in state.files.items() if path not in gone})
+            return replace(
+                state, files={path: sha for path, sha in state.files.items() if path not in gone}
+            )
 
         pristine = {path: was for path, was in self.pristine.items() if path not in gone}
         target = cut(self.target) if self.target else None
@@ -209,14 +215,18 @@ class _Journal:
     def blobs(self) -> set[str]:
         """Names of the blobs that it needs."""
         states = [self.committed, *([self.target] if self.target else [])]
-        shas = [was.sha for was in self.pristine.values()] + [sha for state in states for sha in state.files.values()]
+        shas = [was.sha for was in self.pristine.values()] + [
+            sha for state in states for sha in state.files.values()
+        ]
         return {sha for sha in shas if sha is not None}
 
 
 class _PristineTree:
     """The engine as it was before anything was applied."""
 
-    def __init__(self, tree: DirectoryTree, journal: _Journal, blob: Callable[[str], bytes]) -> None:
+    def __init__(
+        self, tree: DirectoryTree, journal: _Journal, blob: Callable[[str], bytes]
+    ) -> None:
         self.version = tree.version
         self.where = tree.where
         self._tree = tree
@@ -228,7 +238,9 @@ class _PristineTree:
         if was is None:
             content = self._tree.read(path)
             if path.endswith(".py") and MARKER.encode() in content:
-                raise PatchError(f"{self.where}/{path} holds an edit that no journal knows; reinstall the engine")
+                raise PatchError(
+                    f"{self.where}/{path} holds an edit that no journal knows; reinstall the engine"
+                )
             return content
         if was.sha is None:
             raise FileNotFoundError(path)
@@ -252,7 +264,9 @@ class DiskState:
 
     def __init__(self, tree: EngineTree, steps: Steps | None = None, wait_s: float = 10.0) -> None:
         if not isinstance(tree, DirectoryTree):
-            raise PatchError(f"{tree.where} is a wheel, which can only be read; install it, or unpack it and name that")
+            raise PatchError(
+                f"{tree.where} is a wheel, which can only be read; install it, or unpack it and name that"
+            )
         self._tree = tree
         self._root = tree.root
         self._folder = tree.root.parent / STATE
@@ -265,6 +279,11 @@ class DiskState:
         """Items that the journal names. Reads only."""
         journal = self._load()
         return list(journal.committed.items) if journal else []
+
+    def pristine(self) -> EngineTree:
+        """The engine as it was before anything was applied. Reads only."""
+        journal = self._load() or _Journal(self._tree.version)
+        return _PristineTree(self._tree, journal, self._blob)
 
     def status(self) -> Status:
         """Compare the disk with the journal. Reads only and takes no lock."""
@@ -299,12 +318,17 @@ class DiskState:
         for feature in features:
             self._judge_engine(feature)
             if not feature.on_disk:
-                raise PatchError(f"{feature.id} changes no file; switch it on with {feature.flag}=1")
+                raise PatchError(
+                    f"{feature.id} changes no file; switch it on with {feature.flag}=1"
+                )
         wanted = frozenset(feature.id for feature in features)
         return self._change(lambda applied: _items(applied | wanted, [*known, *features]))
 
     def revert(
-        self, feature_ids: Sequence[str] | None = None, known: Sequence[Feature] = (), forget: bool = False
+        self,
+        feature_ids: Sequence[str] | None = None,
+        known: Sequence[Feature] = (),
+        forget: bool = False,
     ) -> Report:
         """Take features out; all of them restores the engine byte for byte and leaves no trace.
 
@@ -322,7 +346,9 @@ class DiskState:
 
         def remaining(applied: frozenset[str]) -> list[Item]:
             if gone - applied:
-                raise PatchError(f"{', '.join(sorted(gone - applied))} is not applied; see numinous status")
+                raise PatchError(
+                    f"{', '.join(sorted(gone - applied))} is not applied; see numinous status"
+                )
             return _items(applied - gone, known)
 
         return self._change(remaining)
@@ -340,12 +366,17 @@ class DiskState:
     # One command
 
     def _change(
-        self, choose: Callable[[frozenset[str]], Sequence[Item]], forget: bool = False, all_out: bool = False
+        self,
+        choose: Callable[[frozenset[str]], Sequence[Item]],
+        forget: bool = False,
+        all_out: bool = False,
     ) -> Report:
         if all_out and not self._folder.is_dir():
             return Report(())
         if not all_out and self._tree.editable:
-            raise PatchError(f"{self._root} is an editable installation; edit your checkout, or install a wheel")
+            raise PatchError(
+                f"{self._root} is an editable installation; edit your checkout, or install a wheel"
+            )
         try:
             with self._locked():
                 journal, recovered, forgotten = self._settled(all_out, forget)
@@ -384,7 +415,9 @@ class DiskState:
         pristine = {**journal.pristine, **pristine}
         folders = {*journal.folders, *self._missing_folders(target)}
         pending = replace(journal, pristine=pristine, target=target, folders=tuple(sorted(folders)))
-        written = tuple(sorted(path for path in pristine if self._sha(path) != pending.wanted(target, path)))
+        written = tuple(
+            sorted(path for path in pristine if self._sha(path) != pending.wanted(target, path))
+        )
         if not written and target == journal.committed:
             return Report(target.items)
         self._judge_writable(written)
@@ -395,8 +428,14 @@ class DiskState:
         except BaseException as error:
             unchanged = self._undone(journal, error)
             if isinstance(error, OSError):
-                end = "nothing was changed" if unchanged else "the change is made but may not survive a power cut"
-                raise PatchError(f"{error.filename or self._root}: {error.strerror}; {end}") from None
+                end = (
+                    "nothing was changed"
+                    if unchanged
+                    else "the change is made but may not survive a power cut"
+                )
+                raise PatchError(
+                    f"{error.filename or self._root}: {error.strerror}; {end}"
+                ) from None
             raise
         return Report(target.items, written)
 
@@ -428,7 +467,9 @@ class DiskState:
         for path in wrong:
             sha = journal.wanted(state, path)
             if sha is not None:
-                self._stage(path, self._blob(sha), journal.pristine[path], sha == journal.pristine[path].sha)
+                self._stage(
+                    path, self._blob(sha), journal.pristine[path], sha == journal.pristine[path].sha
+                )
         for path in wrong:
             if journal.wanted(state, path) is None:
                 self._steps.unlink(self._root / path)
@@ -448,7 +489,8 @@ class DiskState:
                 )
         committed = journal.narrowed(state)
         self._save(committed)
-        with contextlib.suppress(OSError):  # it is done; the next command collects what this one could not
+        # It is done; what cannot be removed now, the next command collects.
+        with contextlib.suppress(OSError):
             self._collect(committed)
         return committed
 
@@ -502,7 +544,9 @@ class DiskState:
                     blobs[_digest(known)] = known
             if path not in journal.pristine:
                 pristine[path] = self._pristine(path, was)
-        applied = tuple(AppliedItem(feature_id, patch.id, _kind(patch)) for feature_id, patch in items)
+        applied = tuple(
+            AppliedItem(feature_id, patch.id, _kind(patch)) for feature_id, patch in items
+        )
         return _State(applied, files), blobs, pristine
 
     def _pristine(self, path: str, content: bytes | None) -> _Pristine:
@@ -512,7 +556,12 @@ class DiskState:
         return _Pristine(_digest(content), stat.S_IMODE(found.st_mode), found.st_mtime_ns)
 
     def _missing_folders(self, target: _State) -> list[str]:
-        parents = {str(parent) for path, sha in target.files.items() if sha for parent in PurePosixPath(path).parents}
+        parents = {
+            str(parent)
+            for path, sha in target.files.items()
+            if sha
+            for parent in PurePosixPath(path).parents
+        }
         return [parent for parent in parents if not (self._root / parent).is_dir()]
 
     # Refusals
@@ -531,7 +580,9 @@ class DiskState:
         for end in range(len(parts) + 1):
             place = self._root.joinpath(*parts[:end])
             if place.is_symlink():
-                raise PatchError(f"{place} is a symbolic link; reinstall the engine with copies (uv: --link-mode=copy)")
+                raise PatchError(
+                    f"{place} is a symbolic link; reinstall the engine with copies (uv: --link-mode=copy)"
+                )
 
     def _judge_writable(self, paths: Sequence[str]) -> None:
         """What can be known without writing; root, for whom permissions say nothing, finds out when staging."""
@@ -547,7 +598,9 @@ class DiskState:
                 raise PatchError(f"{folder} is read-only for this user; nothing was changed")
 
     def _foreign(self, journal: _Journal) -> tuple[str, ...]:
-        return tuple(sorted(path for path in journal.pristine if self._sha(path) not in journal.ours(path)))
+        return tuple(
+            sorted(path for path in journal.pristine if self._sha(path) not in journal.ours(path))
+        )
 
     def _refused_foreign(self, journal: _Journal, path: str) -> PatchError:
         sha = journal.pristine[path].sha
@@ -656,7 +709,9 @@ class DiskState:
         except FileNotFoundError:
             content = b""
         if _digest(content) != sha:
-            raise PatchError(f"{self._blobs / sha} is missing or damaged; reinstall the engine, then numinous revert")
+            raise PatchError(
+                f"{self._blobs / sha} is missing or damaged; reinstall the engine, then numinous revert"
+            )
         return content
 
     def _collect(self, journal: _Journal | None) -> None:
@@ -698,7 +753,9 @@ class DiskState:
         fd = self._steps.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self._steps.write(fd, temporary, data)
-            self._steps.set_stat(fd, temporary, was.mode, was.mtime_ns if is_pristine else None, owner)
+            self._steps.set_stat(
+                fd, temporary, was.mode, was.mtime_ns if is_pristine else None, owner
+            )
             self._steps.fsync(fd, temporary)
         finally:
             os.close(fd)
@@ -727,7 +784,10 @@ class DiskState:
         """Folders that we made for new files, once there is nothing in them any more."""
         for folder in sorted(journal.folders, reverse=True):
             place = self._root / folder
-            if any(_below(path, folder) and sha for path, sha in state.files.items()) or not place.is_dir():
+            if (
+                any(_below(path, folder) and sha for path, sha in state.files.items())
+                or not place.is_dir()
+            ):
                 continue
             for empty in (place / "__pycache__", place):
                 if empty.is_dir() and not any(empty.iterdir()):

@@ -63,7 +63,9 @@ def source_digest(source: bytes, qualname: str, occurrence: int | None = None) -
     """
     parsed = _parsed(source)
     definition = _find(parsed, qualname, occurrence)
-    text = _normalised(parsed.lines[_first_line(parsed, definition.node) - 1 : definition.node.end_lineno])
+    text = _normalised(
+        parsed.lines[_first_line(parsed, definition.node) - 1 : definition.node.end_lineno]
+    )
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -100,7 +102,12 @@ def resolve(tree: EngineTree, target: str) -> tuple[str, str]:
     """
     module, colon, qualname = target.partition(":")
     parts = module.split(".")
-    if not colon or not qualname or parts[0] != PACKAGE or not all(part.isidentifier() for part in parts):
+    if (
+        not colon
+        or not qualname
+        or parts[0] != PACKAGE
+        or not all(part.isidentifier() for part in parts)
+    ):
         raise PatchError(f"target {target!r} is not of the form {PACKAGE}.module:Qualified.name")
     stem = "/".join(parts[1:])
     # A package wins over a module of the same name, as in an import.
@@ -111,10 +118,14 @@ def resolve(tree: EngineTree, target: str) -> tuple[str, str]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         return path, qualname
-    raise PatchError(f"no module {module} in {tree.where}: neither {' nor '.join(reversed(paths))} exists")
+    raise PatchError(
+        f"no module {module} in {tree.where}: neither {' nor '.join(reversed(paths))} exists"
+    )
 
 
-def compiled_code(source: bytes, filename: str, qualname: str, occurrence: int | None = None) -> types.CodeType:
+def compiled_code(
+    source: bytes, filename: str, qualname: str, occurrence: int | None = None
+) -> types.CodeType:
     """Code object that the file yields for a function or method; nothing of the file runs.
 
     The whole file is compiled, because a function's bytecode depends on more than its own text: ``__future__``
@@ -126,7 +137,9 @@ def compiled_code(source: bytes, filename: str, qualname: str, occurrence: int |
     """
     definition = _find(_parsed(source), qualname, occurrence)
     if isinstance(definition.node, ast.ClassDef):
-        raise PatchError(f"{qualname} is a class and has no code of its own; name one of its methods")
+        raise PatchError(
+            f"{qualname} is a class and has no code of its own; name one of its methods"
+        )
     code = _compiled(source)
     for node in (*definition.classes, definition.node):
         code = _inner(code, node)
@@ -170,11 +183,15 @@ def _compiled(source: bytes) -> types.CodeType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Without dont_inherit the __future__ flags of this module would leak into the result.
-        code: types.CodeType = compile(_parsed(source).module, "<engine>", "exec", dont_inherit=True)
+        code: types.CodeType = compile(
+            _parsed(source).module, "<engine>", "exec", dont_inherit=True
+        )
     return code
 
 
-def _definitions(body: Sequence[ast.AST], classes: tuple[ast.ClassDef, ...]) -> Iterator[_Definition]:
+def _definitions(
+    body: Sequence[ast.AST], classes: tuple[ast.ClassDef, ...]
+) -> Iterator[_Definition]:
     """Every definition of a scope in the order of the file, through if / try / with but not into functions."""
     prefix = "".join(f"{enclosing.name}." for enclosing in classes)
     for node in body:
@@ -193,7 +210,9 @@ def _find(parsed: _Parsed, qualname: str, occurrence: int | None) -> _Definition
     lines = ", ".join(str(definition.node.lineno) for definition in found)
     if occurrence is None:
         if len(found) > 1:
-            raise PatchError(f"{qualname} is defined {len(found)} times (lines {lines}); say which occurrence is meant")
+            raise PatchError(
+                f"{qualname} is defined {len(found)} times (lines {lines}); say which occurrence is meant"
+            )
         return found[0]
     if not 0 <= occurrence < len(found):
         raise PatchError(

@@ -23,7 +23,16 @@ from .feature import Series
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _MODE = re.compile(r"(old|new|new file|deleted file) mode (\d{6})")
 _FIELD = re.compile(r"([A-Za-z][A-Za-z-]*):\s*(.*)")
-_DEP3 = ("description", "subject", "origin", "author", "from", "forwarded", "applied_upstream", "last_update")
+_DEP3 = (
+    "description",
+    "subject",
+    "origin",
+    "author",
+    "from",
+    "forwarded",
+    "applied_upstream",
+    "last_update",
+)
 _GIT_TIMEOUT_S = 120
 
 
@@ -58,10 +67,14 @@ def patch_files(series: Series) -> list[Path]:
     else:
         files = sorted(folder.glob("*.patch"))
     if not files:
-        raise PatchError(f"{folder} holds no *.patch and no series file; reinstall the package that owns it")
+        raise PatchError(
+            f"{folder} holds no *.patch and no series file; reinstall the package that owns it"
+        )
     for file in files:
         if not file.is_file():
-            raise PatchError(f"{file} is listed in {order} and missing; reinstall the package that owns it")
+            raise PatchError(
+                f"{file} is listed in {order} and missing; reinstall the package that owns it"
+            )
     return files
 
 
@@ -90,13 +103,17 @@ def _folder(directory: str) -> Path:
     else:
         module, colon, below = directory.partition(":")
         if not colon:
-            raise PatchError(f"directory {directory!r} is neither absolute nor package.module:folder")
+            raise PatchError(
+                f"directory {directory!r} is neither absolute nor package.module:folder"
+            )
         try:
             spec = importlib.util.find_spec(module)
         except ImportError:
             spec = None
         if spec is None or spec.origin is None:
-            raise PatchError(f"no module {module} to find {directory} in; install the package that owns it")
+            raise PatchError(
+                f"no module {module} to find {directory} in; install the package that owns it"
+            )
         folder = Path(spec.origin).parent / below
     if not folder.is_dir():
         raise PatchError(f"no folder {folder}; reinstall the package that owns it")
@@ -148,7 +165,9 @@ def _contents(work: Path) -> dict[str, bytes]:
 
 
 def _git_apply(patch: Path, work: Path, *options: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "XDG_"))}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "XDG_"))
+    }
     environment |= {
         "HOME": str(work.parent),
         "LC_ALL": "C",
@@ -161,7 +180,12 @@ def _git_apply(patch: Path, work: Path, *options: str) -> None:
     command += ["apply", "-p1", "--whitespace=nowarn", *options, str(patch.resolve())]
     try:
         done = subprocess.run(
-            command, cwd=work, env=environment, capture_output=True, timeout=_GIT_TIMEOUT_S, check=False
+            command,
+            cwd=work,
+            env=environment,
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=False,
         )
     except FileNotFoundError:
         raise PatchError("git is not on PATH; install git, which applies patch series") from None
@@ -169,7 +193,11 @@ def _git_apply(patch: Path, work: Path, *options: str) -> None:
         raise PatchError(f"{patch.name}: git apply took more than {_GIT_TIMEOUT_S} s") from None
     if done.returncode:
         lines = done.stderr.decode("utf-8", "replace").splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "fatal: "))]
+        errors = [
+            line.removeprefix("error: ")
+            for line in lines
+            if line.startswith(("error: ", "fatal: "))
+        ]
         raise PatchError(f"{patch.name} does not apply: {'; '.join((errors or lines)[:2])}")
 
 
@@ -208,7 +236,9 @@ def _judge_mode(line: str) -> None:
     if what in ("old", "new"):
         raise PatchError("it changes a file's mode, which an installed package does not carry")
     if not mode.startswith("100"):
-        raise PatchError("it makes or deletes a link or a submodule; only plain files can be patched")
+        raise PatchError(
+            "it makes or deletes a link or a submodule; only plain files can be patched"
+        )
     if what == "new file" and mode != "100644":
         raise PatchError("it makes an executable file, which an installed package does not carry")
 
@@ -217,7 +247,9 @@ def _named(line: str) -> Iterator[str]:
     if line.startswith("diff --git "):
         names = line.removeprefix("diff --git ").split(" ")
         if len(names) != 2 or '"' in line:
-            raise PatchError(f"cannot read the paths of {line!r}; names with blanks or quotes cannot be patched")
+            raise PatchError(
+                f"cannot read the paths of {line!r}; names with blanks or quotes cannot be patched"
+            )
         yield from names
     elif line.startswith(("--- ", "+++ ")):
         name = line[4:].partition("\t")[0]
@@ -230,6 +262,12 @@ def _named(line: str) -> Iterator[str]:
 
 def _inside(name: str) -> str:
     parts = PurePosixPath(name).parts
-    if name.startswith("/") or ".." in parts or len(parts) < 3 or parts[0] not in ("a", "b") or parts[1] != PACKAGE:
+    if (
+        name.startswith("/")
+        or ".." in parts
+        or len(parts) < 3
+        or parts[0] not in ("a", "b")
+        or parts[1] != PACKAGE
+    ):
         raise PatchError(f"it touches {name!r}, which is not of the form a/{PACKAGE}/<path>")
     return "/".join(parts[2:])

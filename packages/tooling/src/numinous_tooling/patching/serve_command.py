@@ -79,11 +79,8 @@ def read_arguments(tree: EngineTree) -> dict[str, Argument]:
             and isinstance(node.func, ast.Attribute)
             and node.func.attr == "add_argument"
         ):
-            flags = tuple(
-                a.value
-                for a in node.args
-                if isinstance(a, ast.Constant) and str(a.value).startswith("--")
-            )
+            words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            flags = tuple(w for w in words if isinstance(w, str) and w.startswith("--"))
             keywords = {k.arg: k.value for k in node.keywords if k.arg}
             if flags:
                 name = flags[0].lstrip("-").replace("-", "_")

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pytest fixtures for hooks in the real engine on the CPU: a tiny random model, and a server around it.
+
+In a package's ``tests/conftest.py``::
+
+    from numinous_tooling.testing.engine import serve, tiny_model
+
+Needs the extras ``[test]`` and ``[gate]``, an installed engine and numinous-cpu-platform; a test that asks for them
+where they are missing is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from numinous_tooling.gate.errors import ServerFailed
+from numinous_tooling.gate.servers import Interrupts, Server, free_port
+from numinous_tooling.patching.counters import ProcessState, read_processes, read_totals
+
+START_TIMEOUT_S = 300.0
+FLAGS = (
+    "--skip-tokenizer-init --dtype float32 --disable-cuda-graph --skip-server-warmup --decode-log-interval 1 "
+    "--max-total-tokens 8192 --max-running-requests 16 --context-length 2048 --prefill-max-requests 1"
+)
+"""A small server, one request per prefill, and a log line for every decode batch."""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama (vocabulary 512, 4 heads) as a Hugging Face directory; no tokenizer."""
+    torch = pytest.importorskip(
+        "torch", reason="engine tests need torch: python -m numinous_cpu_platform install"
+    )
+    transformers = pytest.importorskip("transformers", reason="engine tests need transformers")
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    path: Path = tmp_path_factory.mktemp("tiny") / "model"
+    transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+    return path
+
+
+@dataclass
+class Running:
+    """A server under test."""
+
+    server: Server
+    state: Path
+
+    def generate(
+        self, *prompts: list[int], new_tokens: int, rid: list[str] | None = None
+    ) -> list[list[int]]:
+        """Send all prompts in one request (they reach the scheduler together); returns the tokens of each."""
+        body: dict[str, Any] = {
+            "input_ids": list(prompts),
+            "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
+        }
+        if rid:
+            body["rid"] = rid
+        answer = httpx.post(f"{self.server.url}/generate", json=body, timeout=120, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return [item["output_ids"] for item in answer.json()]
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """POST a JSON body to the server."""
+        return httpx.post(f"{self.server.url}{path}", json=body, timeout=60, trust_env=False)
+
+    def batches(self) -> str:
+        """Every batch so far, ``P`` or ``D`` a letter, in the order in which the scheduler ran them."""
+        kinds = re.findall(r"(Prefill|Decode) batch, #", self.server.log.read_text())
+        return "".join(kind[0] for kind in kinds)
+
+    def totals(self, feature: str) -> dict[str, int]:
+        """Counters of a feature, summed over the processes of this server."""
+        return read_totals(self.state).get(feature, {})
+
+    def processes(self) -> list[ProcessState]:
+        """The engine processes in which numinous booted."""
+        return list(read_processes(self.state))
+
+
+@pytest.fixture(scope="session")
+def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Start the engine on the CPU platform with a decode log line per step; gone after the block."""
+    pytest.importorskip(
+        "sglang", reason="engine tests need SGLang: python -m numinous_cpu_platform install"
+    )
+    pytest.importorskip("numinous_cpu_platform", reason="engine tests need numinous-cpu-platform")
+
+    @contextlib.contextmanager
+    def running(*flags: str, wait: bool = True, **environ: str) -> Iterator[Running]:
+        folder = tmp_path_factory.mktemp("server")
+        port = free_port()
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny_model)]
+        command += ["--port", str(port), *FLAGS.split(), *flags]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("NUMINOUS_", "SGLANG_"))}
+        env |= {
+            "SGLANG_PLATFORM": "numinous-cpu",
+            "NUMINOUS_STATE_DIR": str(folder / "state"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        env |= {"OMP_NUM_THREADS": "1"} | environ
+        server = Server("under test", command, env, folder / "server.log", port)
+        with server.running(Interrupts()):
+            if wait:
+                try:
+                    server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
+                except ServerFailed as failure:
+                    pytest.fail(f"{failure}\n{server.tail()}")
+            yield Running(server, folder / "state")
+
+    return running

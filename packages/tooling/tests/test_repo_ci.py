@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of a clean clone and its budget table speak of the same parts and of at most 45 minutes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from numinous_tooling.repo.checkout import find_checkout
+
+ROOT = find_checkout(Path(__file__).parent).root
+TODAY, FINISHED = 20, 45  # minutes
+
+
+def budget() -> dict[str, float]:
+    text = (ROOT / "docs/ci-budget.md").read_text(encoding="utf-8")
+    return {
+        name: float(minutes)
+        for name, minutes in re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", text, re.MULTILINE)
+    }
+
+
+def test_sum_of_the_budget() -> None:
+    text = (ROOT / "docs/ci-budget.md").read_text(encoding="utf-8")
+    assert f"take {FINISHED} minutes" in text.replace("\n", " ")
+    assert sum(budget().values()) <= TODAY <= FINISHED
+
+
+def test_parts_are_those_of_the_script() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    parts = re.findall(r"^part ([\w-]+) ", script, re.MULTILINE)
+    assert [*parts, "test-cpu"] == list(budget())
+    assert script.rstrip().endswith("-m pytest"), (
+        "pytest's closing line must be the last one printed"
+    )
+
+
+def test_script_is_valid_bash() -> None:
+    subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
