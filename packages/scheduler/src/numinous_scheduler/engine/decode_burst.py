@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from numinous_scheduler.hooks.decode_burst import FEATURE, MAX_QUEUE, MAX_WAIT
+from numinous_scheduler.options import FEATURE_ID, MAX_QUEUE, MAX_WAIT
 from numinous_tooling.patching.counters import FeatureCounters, counters
 from numinous_tooling.patching.flags import option_value
 
@@ -113,7 +113,7 @@ def after_init_chunked_prefill(result: None, scheduler: Any) -> None:
         steps=get_schedule().num_continuous_decode_steps,
         max_wait_s=float(str(option_value(MAX_WAIT))) / 1000,
         max_queue=int(str(option_value(MAX_QUEUE))),
-        count=counters(FEATURE.id),
+        count=counters(FEATURE_ID),
     )
     _scheduler = scheduler
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numinous_tooling.patching import Feature, Hook, Option, Pin
+from numinous_scheduler.options import FEATURE_ID, MAX_QUEUE, MAX_WAIT
+from numinous_tooling.patching import Feature, Hook, Pin
 from numinous_tooling.patching.serve_command import ServeCommand
 
 STOCK = "stock 0.5.20"
@@ -23,28 +24,13 @@ SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
 OURS = "numinous_scheduler.engine.decode_burst"
 
-MAX_WAIT = Option(
-    name="NUMINOUS_SCHEDULER_DECODE_BURST_MAX_WAIT_MS",
-    kind="float",
-    default=1000.0,
-    minimum=0.0,
-    doc="A burst ends once the oldest waiting request has waited this long (milliseconds).",
-)
-MAX_QUEUE = Option(
-    name="NUMINOUS_SCHEDULER_DECODE_BURST_MAX_QUEUE",
-    kind="int",
-    default=64,
-    minimum=0,
-    doc="A burst ends once more than this many requests wait.",
-)
-
 
 def _pin(target: str, digest: str) -> Pin:
     return Pin(target, {STOCK: digest})
 
 
 FEATURE = Feature(
-    id="scheduler.decode_burst",
+    id=FEATURE_ID,
     sentence="After a prefill, up to N decode batches run before the next prefill, with a cap on queue and waiting time.",
     arch={"cpu": "run", "sm90": "run"},
     patches=(

@@ -22,7 +22,7 @@ found = {"python": platform.python_version()}
 for dist in distributions():
     name = (dist.name or "").lower().replace("_", "-")
     if name in wanted or name.startswith("numinous-"):
-        found[name] = dist.version
+        found.setdefault(name, dist.version)  # the first on the path is the one that is imported
 print(json.dumps(found))
 """
 _TORCH_DEVICE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox>=2025.5.1"]
+# ///
+"""The only task runner: `nox -l` lists the sessions.
+
+Every session is a thin call of pytest or `python -m …` in one shared virtual environment,
+`.nox/numinous-<python version>`, so the same command runs without nox where the packages are installed. A session
+installs what it needs when that has changed; delete `.nox` to start afresh.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import nox
+import nox.command
+import nox.project
+
+nox.needs_version = ">=2025.5.1"
+nox.options.sessions = ["lint", "types", "test-cpu"]
+
+ROOT = Path(__file__).resolve().parent
+CACHE = ROOT / ".nox"
+PYTHONS = ("3.12", "3.11")  # what the engine's wheels are built for
+
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+PROJECTS = {
+    path.parent.name: nox.project.load_toml(path)
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+TOPICS = [
+    folder
+    for folder, project in PROJECTS.items()
+    if "numinous.features" in project["project"].get("entry-points", {})
+]
+# What the engine is installed with also bounds what the other sessions install: one environment, one set of versions.
+PINS = ROOT / "packages/cpu-platform/src/numinous_cpu_platform/engine-requirements.txt"
+
+CLEANUP_SECONDS = (
+    60  # after Ctrl-C: servers are stopped, a report is closed; nox's own default is 0.3
+)
+
+# The environment is made by `_prepare`: nox itself has one environment per session.
+task = functools.partial(nox.session, venv_backend="none")
+per_package = nox.parametrize("package", [nox.param(folder, id=folder) for folder in PROJECTS])
+
+
+@task
+def gate(session: nox.Session) -> None:
+    """The main job: serve stock and patched, replay recorded sessions, print a verdict."""
+    python = _prepare(session, extras=dict.fromkeys(PROJECTS, ("cli", "gate")), engine=True)
+    _run(session, python, "-m", "numinous_tooling.gate", "serving", *session.posargs)
+
+
+@task(name="test-cpu")
+@per_package
+def test_cpu(session: nox.Session, package: str) -> None:
+    """Run the tests of a package, on the CPU and with the real engine."""
+    extras = ("cli", "gate", "test")
+    python = _prepare(session, extras=dict.fromkeys(PROJECTS, extras), engine=True)
+    _run(session, python, "-m", "pytest", f"packages/{package}/tests", *session.posargs)
+
+
+@task
+def lint(session: nox.Session) -> None:
+    """Check format, style and the rules of the repository."""
+    python = _prepare(session, "lint", extras={"tooling": ()})
+    _run(session, python, "-m", "numinous_tooling.repo", "lint", *session.posargs)
+
+
+@task
+def types(session: nox.Session) -> None:
+    """Check types: strict, except next to tensors and the engine."""
+    python = _prepare(session, "types")
+    _run(session, python, "-m", "mypy", *session.posargs)
+
+
+@task(name="hooks-check")
+def hooks_check(session: nox.Session) -> None:
+    """Judge every feature against the pristine engine wheel; needs neither GPU nor torch."""
+    python = _prepare(session, extras={"tooling": ("cli",), **dict.fromkeys(TOPICS, ())})
+    wheel = _engine_wheel(session, python)
+    _run(session, python, "-m", "numinous_tooling", "check", "--all", "--engine", str(wheel))
+
+
+@task
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel of each package, or of those named, and import them in a clean environment."""
+    python = _prepare(session, "build", extras={"tooling": ()})
+    _run(session, python, "-m", "numinous_tooling.repo", "build", *session.posargs)
+
+
+@task
+@per_package
+def release(session: nox.Session, package: str) -> None:
+    """Check version, changelog and tag of a package, then build it; publishing stays manual."""
+    python = _prepare(session, "build", extras={"tooling": ()})
+    _run(session, python, "-m", "numinous_tooling.repo", "release", package)
+
+
+@task(name="new-package")
+def new_package(session: nox.Session) -> None:
+    """Start a package: nox -s new-package -- <folder>."""
+    python = _prepare(session, extras={"tooling": ()})
+    _run(session, python, "-m", "numinous_tooling.repo", "new-package", *session.posargs)
+
+
+def _run(session: nox.Session, python: Path, *arguments: str) -> None:
+    environment = {
+        "PATH": os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)]),
+        "VIRTUAL_ENV": str(python.parent.parent),
+        "PYTHONHOME": None,
+    }
+    session.chdir(ROOT)
+    session.run(
+        str(python),
+        *arguments,
+        env=environment,
+        external=True,
+        interrupt_timeout=CLEANUP_SECONDS,
+        terminate_timeout=CLEANUP_SECONDS,
+    )
+
+
+def _prepare(
+    session: nox.Session,
+    *groups: str,
+    extras: Mapping[str, Sequence[str]] | None = None,
+    engine: bool = False,
+) -> Path:
+    """Bring the shared environment to what the session needs and return its interpreter.
+
+    Args:
+        session: whose name keeps the stamp.
+        groups: dependency groups of the root pyproject.toml.
+        extras: folder -> extras; these packages are installed editable. Extras that a package lacks are left out.
+        engine: also install the engine with its torch.
+    """
+    with _locked():
+        python = _interpreter(session)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip += ["--no-input", "--constraint", str(PINS)]
+        editables = [argument for item in (extras or {}).items() for argument in _editable(*item)]
+        requirements = [line for group in groups for line in GROUPS[group]]
+        if editables:
+            requirements += [line for line in GROUPS["editable"] if line not in requirements]
+        steps = [(", ".join(requirements), [*pip, *requirements])]
+        if editables:
+            what = f"the packages {', '.join(extras or {})}"
+            steps.append((what, [*pip, "--no-build-isolation", *editables]))
+        if engine:
+            steps.append(("the engine", [str(python), "-m", "numinous_cpu_platform", "install"]))
+
+        stamp = python.parent.parent / "stamps" / session.name.partition("(")[0]
+        digest = _digest(steps, [PINS, *(ROOT / f"packages/{f}/pyproject.toml" for f in PROJECTS)])
+        if stamp.exists() and stamp.read_text(encoding="ascii") == digest:
+            return python
+        for what, command in steps:
+            _install(session, what, command)
+        stamp.parent.mkdir(exist_ok=True)
+        stamp.write_text(digest, encoding="ascii")
+        return python
+
+
+def _editable(folder: str, extras: Sequence[str]) -> list[str]:
+    offered = PROJECTS[folder]["project"].get("optional-dependencies", {})
+    chosen = ",".join(extra for extra in extras if extra in offered)
+    path = ROOT / "packages" / folder
+    return ["--editable", f"{path}[{chosen}]" if chosen else str(path)]
+
+
+def _digest(steps: object, files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(json.dumps(steps).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _install(session: nox.Session, what: str, command: Sequence[str]) -> None:
+    session.log(f"getting {what}")
+    try:
+        session.run_install(*command, env={"PYTHONHOME": None}, external=True, log=False)
+    except nox.command.CommandFailed:
+        session.error(
+            f"{what} could not be had, the reason is above; without a network let PIP_FIND_LINKS or "
+            "PIP_INDEX_URL name a copy of the packages"
+        )
+
+
+def _interpreter(session: nox.Session) -> Path:
+    """The shared environment's interpreter; made with virtualenv, which nox brings along, on first use."""
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for version in (running,) if running in PYTHONS else PYTHONS:
+        folder = CACHE / f"numinous-{version}"
+        ready = folder / "stamps" / "ready"
+        if not ready.exists():
+            wanted = sys.executable if version == running else version
+            command = [sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", wanted]
+            made = subprocess.run([*command, str(folder)], capture_output=True, text=True)
+            if made.returncode != 0:
+                continue
+            ready.parent.mkdir()
+            ready.touch()
+        return folder / "bin" / "python"
+    session.error(
+        f"no environment with Python {' or '.join(PYTHONS)} could be made (nox runs on {running}): "
+        + (made.stderr or made.stdout).strip().replace("\n", "; ")[-300:]
+    )
+
+
+def _engine_wheel(session: nox.Session, python: Path) -> Path:
+    """The engine's wheel for the environment's interpreter, downloaded once."""
+    (requirement,) = GROUPS["engine"]
+    folder = CACHE / "engine-wheel" / python.parent.parent.name
+    with _locked():
+        found = sorted(folder.glob(requirement.replace("==", "-") + "-*.whl"))
+        if not found:
+            part = folder / "part"
+            pip = [str(python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+            command = [*pip, "--no-input", "--no-deps", "--dest", str(part), requirement]
+            _install(session, f"the wheel of {requirement} (to be read, not installed)", command)
+            found = [path.replace(folder / path.name) for path in part.glob("*.whl")]
+    return found[0]
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """Two nox runs at once share the environment, but do not install into it at the same time."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    nox.main()
