@@ -27,7 +27,12 @@ def serve_defaults(model: str | os.PathLike[str] | None = None) -> tuple[dict[st
     Put the flags in front of the user's own: the engine's argument parser lets the last one win. `model` is what goes to
     `--model-path` (None: the default model); for a directory the model hub is switched off.
     """
-    environment = {"SGLANG_PLATFORM": PLATFORM, "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        "SGLANG_PLATFORM": PLATFORM,
+        "TOKENIZERS_PARALLELISM": "false",
+        # Threads that spin while they wait starve engine, tokenizer and client on the same few cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     if model is None or os.path.isdir(model):
         environment["HF_HUB_OFFLINE"] = "1"
     flags = [

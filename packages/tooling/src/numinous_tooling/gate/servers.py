@@ -25,6 +25,7 @@ from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 
 LOG_TAIL_LINES = 40
 POLL_S = 0.25
+OBSERVE_S = 0.5
 HEALTH_TIMEOUT_S = 30.0
 STOP_GRACE_S = 15.0
 KILL_WAIT_S = 10.0
@@ -182,6 +183,7 @@ class Server:
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
         self._tree: ProcessTree | None = None
+        self._observed_s = 0.0
 
     @contextlib.contextmanager
     def running(self, interrupts: Interrupts) -> Iterator[Server]:
@@ -215,7 +217,10 @@ class Server:
                 else f"ended with exit code {code}"
             )
             raise self.failed(how)
-        self._tree.observe()
+        # Reads all of /proc, so not with every event of the client.
+        if time.monotonic() - self._observed_s >= OBSERVE_S:
+            self._observed_s = time.monotonic()
+            self._tree.observe()
 
     def cpu_s(self) -> float:
         """Return the CPU seconds used so far by the members that run."""

@@ -117,7 +117,7 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             "NUMINOUS_STATE_DIR": str(folder / "state"),
             "HF_HUB_OFFLINE": "1",
         }
-        env |= {"OMP_NUM_THREADS": "1"} | environ
+        env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | environ
         server = Server("under test", command, env, folder / "server.log", port)
         with server.running(Interrupts()):
             if wait:
