@@ -64,7 +64,9 @@ def test_flag_off_is_stock_order(serve, stock_tokens):
         order, stock_tokens["four"] = together(running)
         assert gaps(order)[1:] == [0, 0], f"stock prefills whatever waits: {order}"
         assert running.processes() == [], "no flag, no trace of numinous in any process"
-        assert not re.search(r"numinous( \d|:)", running.server.log.read_text()), "nor a line in the log"
+        assert not re.search(r"numinous( \d|:)", running.server.log.read_text()), (
+            "nor a line in the log"
+        )
 
 
 def test_burst_order_chunks_and_early_exit(serve, stock_tokens):

@@ -4,7 +4,7 @@
 - *arrow*: inside a package hooks → engine → kernels → formats, never back;
 - *engine-import*: `sglang` is imported in `engine/` only, under TYPE_CHECKING too;
 - *torch-free*: hooks, `features.py` and `catalog.py` load without torch, triton, `engine/` and `kernels/`;
-- *stdlib-only*: the core of numinous-tooling loads with the standard library alone (everything but `cli`, `gate` and `testing`);
+- *stdlib-only*: the core of numinous-tooling loads with the standard library alone (everything but `cli`, `gate`, `numerics` and `testing`);
 - *siblings*: a package imports itself and numinous-tooling, and the latter only if its pyproject.toml says so.
 """
 
@@ -23,7 +23,12 @@ ENGINE = "sglang"
 LAYERS = ("formats", "kernels", "engine", "hooks")  # each may import those before it
 DECLARATIONS = ("hooks", "features", "catalog")
 HEAVY = ("torch", "triton")
-WITH_EXTRAS = ("cli", "gate", "testing")  # rooms of numinous-tooling that may import third parties
+WITH_EXTRAS = (
+    "cli",
+    "gate",
+    "numerics",
+    "testing",
+)  # rooms of numinous-tooling that may import third parties
 # `python -m numinous_tooling` is the command line.
 COMMAND = "__main__"
 
