@@ -26,6 +26,13 @@ DEFAULTS = {
     "speculative_algorithm": None,
     "dllm_algorithm": None,
     "language_only": False,
+    "nnodes": 1,
+    "enable_pdmux": False,
+    "enable_hisparse": False,
+    "min_free_slots_delay": None,
+    "enable_priority_scheduling": False,
+    "disable_priority_preemption": False,
+    "is_embedding": False,
 }
 
 
@@ -122,9 +129,10 @@ def test_chunks_of_one_prompt_stay_together():
     rule.ran(between, batch("extend", request()))
     assert not rule.holds_prefill(between)
     assert rule.remaining == 0, "armed by the last chunk only"
-    rule.remaining = 2  # a chunked prompt that started after the burst was armed
-    assert not rule.holds_prefill(between)
-    assert counted()["refused:chunked_prefill"] == 1
+    assert counted() == {"refused:chunked_prefill": 1}
+    between.chunked_req = None
+    rule.ran(between, batch("extend", request()))
+    assert rule.holds_prefill(between)
 
 
 def test_queue_cap():
@@ -203,6 +211,7 @@ def lines(**given) -> list[str]:
 def test_judge_accepts_the_plain_case():
     assert lines() == []
     assert lines(disaggregation_mode=None) == []
+    assert lines(enable_priority_scheduling=True, disable_priority_preemption=True) == []
 
 
 @pytest.mark.parametrize(
@@ -217,6 +226,12 @@ def test_judge_accepts_the_plain_case():
         {"speculative_algorithm": "EAGLE"},
         {"dllm_algorithm": "x"},
         {"language_only": True},
+        {"nnodes": 2},
+        {"enable_pdmux": True},
+        {"enable_hisparse": True},
+        {"min_free_slots_delay": 4},
+        {"enable_priority_scheduling": True},
+        {"is_embedding": True},
     ],
     ids=lambda given: next(iter(given)),
 )

@@ -123,3 +123,40 @@ def test_garbage_in_the_state_folder_is_skipped(tmp_path):
     (tmp_path / "state" / "1-2.json").write_text("{ not json")
     (tmp_path / "state" / "1-3.json").write_text('{"pid": 1, "start": 3}')
     assert [p.role for p in counters.read_processes()] == ["main"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_counts_for_itself():
+    counters.publish({"role": "main", "run": "r", "features": []})
+    counters.counters("a.b").engaged()
+    pid = os.fork()
+    if pid == 0:
+        counters.counters("a.b").engaged(10)
+        os._exit(0 if counters.table().totals() == {"a.b": {"engaged": 10}} else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert counters.read_totals() == {"a.b": {"engaged": 1}}
+
+
+def test_an_unusable_state_folder_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NUMINOUS_STATE_DIR", str(tmp_path / "file"))
+    with pytest.raises(PatchError, match="set NUMINOUS_STATE_DIR"):
+        counters.publish({"role": "main", "run": "r", "features": []})
+
+
+def test_records_and_names_of_somebody_else(tmp_path):
+    counters.publish({"role": "main", "run": "r", "features": []})
+    for name, text in (("a", "[]"), ("b", "{}"), ("c", '{"pid": 1, "start": 2, "utc": 1.0}')):
+        (tmp_path / "state" / f"{name}.json").write_text(text)
+        (tmp_path / "state" / f"{name}.counters").write_bytes(b"\xff" * counters.SIZE)
+    assert [p.role for p in counters.read_processes()] == ["main"]
+    assert counters.forget_dead(older_than_s=-1) == 0
+    counters._parse(b"\xff" * counters.SIZE)
+
+
+def test_the_overflow_reason_may_be_the_first_name():
+    table = counters.Table()
+    table.add("a.b", counters.OTHER)
+    for number in range(counters.MAX_REASONS + 5):
+        table.add("a.b", f"refused:{number}")
+    assert table.totals()["a.b"][counters.OTHER] == 6

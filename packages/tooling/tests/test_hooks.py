@@ -323,3 +323,97 @@ def f(o, *a, **k): return o(*a, **k)
 assert "was loaded from" in refused(hook("plain", "around", f))
 """,
     )
+
+
+def test_a_constant_reaches_its_from_imports(fake_engine, run_in):
+    (fake_engine / "sglang/srt/copy.py").write_text("from sglang.srt.things import LIMIT\n")
+    run_in(
+        fake_engine,
+        SETUP
+        + """
+import sglang.srt.copy as copy
+def new_limit(): return 99
+installed = put(hook("LIMIT", "value", new_limit, expects=8))
+assert copy.LIMIT == 99
+copy.LIMIT = 8
+import sglang.srt.things as t
+t.LIMIT = 8
+try:
+    installed.verify()
+except PatchError as error:
+    assert "set back" in str(error)
+else:
+    raise AssertionError("not noticed")
+installed.undo()
+assert copy.LIMIT == 8
+""",
+    )
+
+
+def test_a_kept_bound_method_refuses(fake_engine, run_in):
+    run_in(
+        fake_engine,
+        SETUP
+        + """
+import sglang.srt.things as t
+box = t.Box()
+kept = {"m": box.method}
+def f(o, *a, **k): return o(*a, **k)
+assert "unpatched through: method" in refused(hook("Box.method", "around", f))
+kept.clear()
+put(hook("Box.method", "around", f))
+""",
+    )
+
+
+def test_a_replaced_class_is_noticed(fake_engine, run_in):
+    run_in(
+        fake_engine,
+        SETUP
+        + """
+import sglang.srt.things as t
+def f(o, *a, **k): return o(*a, **k)
+installed = put(hook("Box.method", "around", f))
+class Other(t.Box):
+    def method(self, x): return 0
+t.Box = Other
+try:
+    installed.verify()
+except PatchError as error:
+    assert "replaced the class" in str(error)
+else:
+    raise AssertionError("not noticed")
+""",
+    )
+
+
+def test_async_mismatch_is_found_before_the_first_request(fake_engine, run_in):
+    run_in(
+        fake_engine,
+        SETUP
+        + """
+def plain(o, x): return o(x)
+async def late(o, x): return await o(x)
+async def late_after(result, x): return result
+assert "must be async def" in refused(hook("later", "around", plain))
+assert "must be a plain function" in refused(hook("later", "after", late_after))
+assert "must be a plain function" in refused(hook("decorated", "around", late))
+""",
+    )
+
+
+def test_installing_again_while_an_earlier_installation_is_alive(fake_engine, run_in):
+    run_in(
+        fake_engine,
+        SETUP
+        + """
+import sglang.srt.things as t
+def f(o, *a, **k): return o(*a, **k)
+def after(result, *a): return None
+first = put(hook("plain", "around", f), hook("with_default", "after", after))
+first.undo()
+second = put(hook("plain", "around", f), hook("with_default", "after", after))
+second.verify()
+assert t.with_default(1) == 2
+""",
+    )

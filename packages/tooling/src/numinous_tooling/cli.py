@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from typing import Annotated, Any
 
+from . import __version__
 from .patching.errors import PatchError
 
 try:
@@ -16,7 +18,10 @@ try:
 except ModuleNotFoundError as missing:
     if missing.name not in ("typer", "rich"):
         raise
-    sys.exit(f"numinous: {missing.name} is not installed; run: pip install 'numinous-tooling[cli]'")
+    sys.stderr.write(
+        f"numinous: {missing.name} is not installed; run: pip install 'numinous-tooling[cli]'\n"
+    )
+    sys.exit(2)
 
 app = typer.Typer(
     help="Make an installed SGLang faster and roomier: features, checks, edits, gates.",
@@ -37,6 +42,24 @@ ENGINE = Annotated[
 NAMES = Annotated[
     list[str] | None, typer.Argument(help="Feature ids, for example scheduler.decode_burst.")
 ]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(f"numinous-tooling {__version__}", markup=False, highlight=False)
+        raise typer.Exit(0)
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Make an installed SGLang faster and roomier: features, checks, edits, gates."""
 
 
 @app.command()
@@ -79,7 +102,7 @@ def check(
     engine: ENGINE = None,
     as_json: JSON = False,
 ) -> None:
-    """Judge features against the engine: numinous check [FEATURE…] [-- YOUR SERVE COMMAND].
+    """Judge features against the engine: numinous check [FEATURE ...] [-- YOUR SERVE COMMAND].
 
     Exit 0 only if everything that is enabled fits. After `--`, put your own serve command line.
     """
@@ -213,7 +236,7 @@ def doctor(
     add_help_option=False,
 )
 def gate(context: typer.Context) -> None:
-    """Decide by measurement: `numinous gate serving …` (see `numinous gate serving --help`)."""
+    """Decide by measurement: `numinous gate serving ...` (see `numinous gate serving --help`)."""
     try:
         from .gate.__main__ import main as gate_main
     except ModuleNotFoundError as missing:
@@ -245,6 +268,10 @@ def _yes(value: bool | None) -> str:
 
 def main() -> None:
     """Console script."""
+    for stream in (sys.stdout, sys.stderr):
+        # An ASCII terminal gets "?" for a character that it lacks, and not a traceback.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     words = sys.argv[1:]
     if words[:1] == ["check"] and "--" in words:
         _serve_command.extend(words[words.index("--") + 1 :])

@@ -52,10 +52,7 @@ class DecodeBurst:
     def holds_prefill(self, scheduler: Any) -> bool:
         """Whether waiting requests stay queued in this step; called after the last prefill was merged."""
         waiting = len(scheduler.waiting_queue)
-        if not self.remaining or not waiting:
-            return False
-        if scheduler.chunked_req is not None:
-            self.count.refused("chunked_prefill")
+        if not self.remaining or not waiting or scheduler.chunked_req is not None:
             return False
         if not _can_decode(scheduler):
             self._end("nothing_to_decode")
@@ -71,7 +68,11 @@ class DecodeBurst:
         if batch is None:
             self.remaining = 0
         elif batch.forward_mode.is_extend():
-            self.remaining = 0 if scheduler.chunked_req is not None else self.steps
+            if scheduler.chunked_req is not None:  # more chunks of this prompt follow
+                self.remaining = 0
+                self.count.refused("chunked_prefill")
+            else:
+                self.remaining = self.steps
         elif self.remaining:
             self.remaining -= 1
 

@@ -97,12 +97,24 @@ def judge(command: ServeCommand) -> Iterator[str]:
         yield "--enable-prefill-delayer already holds prefill back; use one of the two"
     if command.get("dp_size") > 1:
         yield "data parallelism (--dp-size > 1) is not covered yet: its ranks would have to agree on every burst"
+    if command.get("nnodes") > 1:
+        yield "several nodes (--nnodes > 1) are not covered: the caps are read from each node's own environment"
     if command.get("pp_size") > 1:
         yield "pipeline parallelism (--pp-size > 1) is not covered: each microbatch has its own running batch"
     if command.get("disaggregation_mode") not in (None, "null"):
         yield "prefill/decode disaggregation runs other scheduler loops; there is nothing to hold back"
     if command.get("speculative_algorithm"):
         yield "speculative decoding is not covered yet (untested)"
+    if command.get("enable_pdmux"):
+        yield "--enable-pdmux runs a scheduler loop of its own; there is nothing to hold back"
+    if command.get("enable_hisparse"):
+        yield "--enable-hisparse builds decode batches elsewhere; not covered"
+    if command.get("min_free_slots_delay"):
+        yield "--min-free-slots-delay already holds prefill back; use one of the two"
+    if command.get("enable_priority_scheduling") and not command.get("disable_priority_preemption"):
+        yield "priority preemption would wait for the burst; add --disable-priority-preemption"
+    if command.get("is_embedding"):
+        yield "an embedding server never decodes"
     if command.get("dllm_algorithm"):
         yield "diffusion language models have no separate decode batches"
     if command.get("language_only"):

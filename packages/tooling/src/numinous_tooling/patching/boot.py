@@ -20,7 +20,7 @@ from numinous_tooling import __version__
 from . import counters, flags
 from .core import CORE
 from .discover import installed_features, load_callable
-from .engine import DirectoryTree, find_engine
+from .engine import DirectoryTree, installed_engine
 from .errors import PatchError
 from .feature import Feature, Registration
 from .hooks import Installation, foreign_replacements, install
@@ -28,6 +28,7 @@ from .pins import forget_parsed, judge_pin
 from .serve_command import ServeCommand
 
 DROPPED = "NUMINOUS_DROPPED"
+ALL = "*"  # in DROPPED: every feature
 RUN = "NUMINOUS_RUN"
 
 _ROLE_OF_FUNCTION = {
@@ -52,43 +53,52 @@ _boot: Boot | None = None
 
 def plugin() -> None:
     """Entry point of the engine's plugin loader."""
-    if flags.any_set():
+    if not flags.any_set():
+        return
+    try:
         boot_process(_role())
+    except SystemExit:
+        # The loader believes that it is done; a corrected second attempt in this process must boot again.
+        loader = sys.modules.get("sglang.srt.plugins")
+        if loader is not None:
+            loader._plugins_loaded = False  # type: ignore[attr-defined]
+        raise
 
 
 def boot_process(role: str) -> None:
     """Install the enabled features of an engine process and prove them; idempotent.
 
     Raises:
-        SystemExit: something enabled cannot be proven in place (``NUMINOUS_STRICT=0``: a warning instead, and stock).
+        SystemExit: something enabled cannot be proven in place. Under ``NUMINOUS_STRICT=0`` the main process warns and
+            serves stock instead; any other process still ends, since one rank of stock among patched ones would hang.
     """
     global _boot
     if _boot is not None or not flags.any_set():
         return
+    if role == "main":
+        os.environ.pop(DROPPED, None)
+        os.environ[RUN] = f"{os.getpid()}-{int(time.time())}"
+    dropped = _dropped()
+    if ALL in dropped:
+        return
+    boot: Boot | None = None
     try:
-        features = flags.enabled(installed_features())
-    except PatchError as error:
-        _fail(str(error), flags_readable=False)
+        features = [f for f in flags.enabled(installed_features()) if f.id not in dropped]
+        if not features:
+            return
+        boot = Boot(role, installed_engine(), features)
+        if role == "main":
+            _judge_statically(boot)
+        _install(boot)
+        _prove_again_after_other_plugins(boot)
+        _publish(boot)
+    except Exception as error:  # the engine's loader would log it and go on with stock
+        if boot is not None:
+            boot.installation.undo()
+        _fail(_line(error), role)
+        _drop([ALL])
         return
-    if not features:
-        return
-    os.environ.setdefault(RUN, f"{os.getpid()}-{int(time.time())}")
-    try:
-        tree = find_engine()
-        if not isinstance(tree, DirectoryTree):
-            raise PatchError(f"{tree.where} is not an installation")
-        features = _fitting(features, tree, role)
-        _boot = Boot(role, tree, features)
-        _install(_boot)
-        _prove_again_after_other_plugins(_boot)
-    except PatchError as error:
-        if _boot is not None:
-            _boot.installation.undo()
-        _boot = None
-        _drop([feature.id for feature in features])
-        _fail(str(error))
-        return
-    _publish(_boot)
+    _boot = boot
 
 
 def run_id() -> str:
@@ -98,28 +108,58 @@ def run_id() -> str:
 
 def judge_launch(command: ServeCommand) -> None:
     """Let every enabled feature judge the resolved launch; the main process calls it before it spawns anything."""
-    if _boot is None:
+    boot = _boot
+    if boot is None or not boot.features:
         return
-    refusals = refusals_of(_boot.features, command)
+    refusals = refusals_of(boot.features, command)
     if not refusals:
         return
+    _fail(
+        "; ".join(f"{name}: {line}" for name, lines in refusals.items() for line in lines),
+        boot.role,
+    )
     _drop(list(refusals))
-    _fail("; ".join(f"{name}: {line}" for name, lines in refusals.items() for line in lines))
-    _boot.installation.undo()
-    _boot.features = [feature for feature in _boot.features if feature.id not in refusals]
-    if _boot.features:
-        _install(_boot)
-    _publish(_boot)
+    boot.installation.undo()
+    boot.features = [feature for feature in boot.features if feature.id not in refusals]
+    _install(boot)
+    _publish(boot)
+
+
+def prove_children(pids: Sequence[int]) -> None:
+    """In the main process, once its schedulers are ready: each must have published the features that it needs.
+
+    Raises:
+        SystemExit: one serves without a feature that is on, for instance because it never loaded plugins.
+    """
+    if _boot is None:
+        return
+    published = {
+        process.pid: process for process in counters.read_processes() if process.run == run_id()
+    }
+    for pid in pids:
+        process = published.get(pid)
+        if process is None:
+            _fail(f"engine process {pid} never booted numinous", "scheduler")
+            continue
+        needed = {feature.id for feature in _boot.features if process.role in feature.roles}
+        if missing := needed - set(process.record["features"]):
+            _fail(f"{process.role} {pid} serves without {', '.join(sorted(missing))}", "scheduler")
 
 
 def refusals_of(features: Sequence[Feature], command: ServeCommand) -> dict[str, list[str]]:
     """feature id -> why it cannot serve `command`; features without objection are absent."""
     found: dict[str, list[str]] = {}
     for feature in features:
+        lines: list[str] = []
+        if command.given.get("use_ray"):
+            lines.append("--use-ray starts schedulers that load no plugins; not covered")
         if feature.judge is not None:
-            lines = list(load_callable(feature.judge)(command))
-            if lines:
-                found[feature.id] = lines
+            try:
+                lines.extend(load_callable(feature.judge)(command))
+            except Exception as error:
+                lines.append(f"its judge failed ({_line(error)})")
+        if lines:
+            found[feature.id] = lines
     return found
 
 
@@ -140,37 +180,25 @@ def fits(feature: Feature, tree: Any) -> list[str]:
     return reasons
 
 
-def _fitting(features: list[Feature], tree: DirectoryTree, role: str) -> list[Feature]:
-    """Judge everything statically, for all roles, so that the main process fails before it spawns a child."""
-    dropped = {name for name in os.environ.get(DROPPED, "").split(",") if name}
-    features = [feature for feature in features if feature.id not in dropped]
-    if role != "main":
-        return features
-    applied = _applied(tree) if any(feature.on_disk for feature in features) else set()
+def _judge_statically(boot: Boot) -> None:
+    """Judge every patch of every role before a child is spawned; under ``NUMINOUS_STRICT=0`` drop what does not fit."""
     bad: dict[str, str] = {}
-    for feature in (*features, CORE):
-        reasons = [] if feature.on_disk else fits(feature, tree)
-        missing = [p.id for p in feature.patches if not hasattr(p, "roles") and p.id not in applied]
-        if missing:
-            reasons.append(
-                f"its edits are not in place ({', '.join(missing)}); run: numinous apply {feature.id}"
-            )
+    for feature in (*boot.features, CORE):
+        reasons = [] if feature.on_disk else fits(feature, boot.tree)
         if reasons:
-            bad[feature.id] = reasons[0] + (
-                f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-            )
+            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+            bad[feature.id] = reasons[0] + more
+    if any(feature.on_disk for feature in boot.features):
+        from .journal import DiskState  # only processes with such a feature pay for the import
+
+        bad |= DiskState(boot.tree).unproven(boot.features)
     if not bad:
-        return features
-    _drop(list(bad) if CORE.id not in bad else [feature.id for feature in features])
-    _fail("; ".join(f"{name}: {reason}" for name, reason in bad.items()))
-    return [] if CORE.id in bad else [feature for feature in features if feature.id not in bad]
-
-
-def _applied(tree: DirectoryTree) -> set[str]:
-    """Ids of the edits and series that are on disk."""
-    from .journal import DiskState  # only processes with such a feature pay for the import
-
-    return {item.patch_id for item in DiskState(tree).applied()}
+        return
+    _fail("; ".join(f"{name}: {reason}" for name, reason in bad.items()), boot.role)
+    if CORE.id in bad:
+        bad |= dict.fromkeys((feature.id for feature in boot.features), "")
+    _drop(list(bad))
+    boot.features = [feature for feature in boot.features if feature.id not in bad]
 
 
 def _install(boot: Boot) -> None:
@@ -202,10 +230,10 @@ def _prove_again_after_other_plugins(boot: Boot) -> None:
                 raise PatchError(
                     f"another plugin replaces {', '.join(replaced)}, which numinous hooks; switch it off"
                 )
-        except PatchError as error:
+        except Exception as error:
             boot.installation.undo()
-            _drop([feature.id for feature in boot.features])
-            _fail(str(error))
+            _fail(_line(error), boot.role)
+            _drop([ALL])
             boot.features = []
             _publish(boot)
 
@@ -214,7 +242,6 @@ def _prove_again_after_other_plugins(boot: Boot) -> None:
 
 def _publish(boot: Boot) -> None:
     ids = [feature.id for feature in boot.features if boot.role in feature.roles]
-    waiting = [feature.id for feature in boot.features if boot.role not in feature.roles]
     counters.publish(
         {
             "role": boot.role,
@@ -226,29 +253,41 @@ def _publish(boot: Boot) -> None:
             "argv": sys.argv,
         }
     )
-    text = ", ".join(ids) + " in place" if ids else "nothing to change here"
+    on_disk = [feature.id for feature in boot.features if feature.on_disk and boot.role == "main"]
+    places = [f"{', '.join(ids)} in place"] if ids else []
+    places += [f"{', '.join(on_disk)} on disk, verified"] if on_disk else []
     if boot.role == "main":
         counters.forget_dead()
-        text += f"; to be proven in other processes: {', '.join(waiting)}" if waiting else ""
-    _say(f"{boot.role}: {text}")
+        waiting = [f.id for f in boot.features if f.roles - {"main"}]
+        places += [f"to be proven in other processes: {', '.join(waiting)}"] if waiting else []
+    _say(f"{boot.role}: {'; '.join(places) or 'nothing to change here'}")
+
+
+def _dropped() -> list[str]:
+    return [name for name in os.environ.get(DROPPED, "").split(",") if name]
 
 
 def _drop(ids: Sequence[str]) -> None:
     """Tell the children of this process that it serves stock instead of these features."""
-    known = [name for name in os.environ.get(DROPPED, "").split(",") if name]
-    os.environ[DROPPED] = ",".join(dict.fromkeys([*known, *ids]))
+    os.environ[DROPPED] = ",".join(dict.fromkeys([*_dropped(), *ids]))
 
 
-def _fail(reason: str, flags_readable: bool = True) -> None:
-    """End the process, or warn under ``NUMINOUS_STRICT=0``."""
+def _line(error: Exception) -> str:
+    """One line for the user: our own errors speak for themselves, others are named."""
+    text = str(error) if isinstance(error, PatchError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
+
+
+def _fail(reason: str, role: str) -> None:
+    """End the process; in the main process under ``NUMINOUS_STRICT=0``, warn instead."""
     try:
         strict = flags.strict()
     except PatchError as error:
         strict, reason = True, f"{reason}; {error}"
-    if strict:
-        raise SystemExit(f"numinous: {reason} (NUMINOUS_STRICT=0 serves stock instead)")
-    names = os.environ.get(DROPPED, "") if flags_readable else "every feature"
-    _say(f"WARNING: serving stock instead of {names or 'the enabled features'}: {reason}")
+    if strict or role != "main":
+        hint = " (NUMINOUS_STRICT=0 serves stock instead)" if role == "main" else ""
+        raise SystemExit(f"numinous: {reason}{hint}")
+    _say(f"WARNING: serving stock instead: {reason}")
 
 
 def _say(text: str) -> None:

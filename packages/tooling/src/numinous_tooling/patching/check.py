@@ -16,10 +16,12 @@ from . import counters, flags
 from .boot import fits, refusals_of
 from .core import CORE
 from .discover import installed_features
-from .engine import DirectoryTree, EngineTree, find_engine
+from .edits import MARKER
+from .engine import DirectoryTree, EngineTree, find_engine, installed_engine
 from .errors import PatchError
-from .feature import Feature
+from .feature import Edit, Feature, Series
 from .journal import DiskState
+from .proof import file_problem, rendered
 from .serve_command import ServeCommand, parse_command
 
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -39,9 +41,14 @@ def features_report(
         tree = find_engine(engine)
     except PatchError as error:
         problem = str(error)
-    rows = []
-    for feature in installed_features():
-        reasons = [] if tree is None else _fits_on_disk(feature, tree)
+    rows: list[dict[str, Any]] = []
+    try:
+        installed = installed_features()
+    except PatchError as error:
+        report = {"engine": _engine(tree), "problem": str(error), "features": rows}
+        return report, UNDECIDED
+    for feature in installed:
+        reasons = [] if tree is None else _fits_on_disk(feature, tree, installed)
         rows.append(
             {
                 "id": feature.id,
@@ -94,13 +101,18 @@ def check_report(
     try:
         tree = find_engine(engine)
         report["engine"] = _engine(tree)
-        serve = parse_command(command, tree, environ) if command else None
-        if serve is not None:
-            environ = dict(serve.environ)
         installed = installed_features()
     except PatchError as error:
         problems.append(str(error))
         return report, UNDECIDED
+    serve = None
+    undecided: list[str] = []
+    try:
+        serve = parse_command(command, tree, environ) if command else None
+    except PatchError as error:
+        undecided.append(str(error))  # whether the features fit can still be said
+    if serve is not None:
+        environ = dict(serve.environ)
     known = {feature.id: feature for feature in installed}
     if unknown := [name for name in names if name not in known]:
         problems.append(
@@ -114,8 +126,9 @@ def check_report(
         on = [feature for feature in installed if _on(feature, environ)]
     chosen = installed if everything else [known[name] for name in names] or on or installed
     problems.extend(_environment_problems(on, environ, installed_engine=engine is None))
-    applied, disk_problems = _disk(tree)
+    applied, disk_problems, unknown_disk = _disk(tree)
     problems.extend(disk_problems)
+    undecided.extend(unknown_disk)
     report["on_disk"] = applied
     wanted = {feature.id for feature in [*on, *(known[name] for name in names)]}
     problems.extend(
@@ -125,8 +138,10 @@ def check_report(
     )
     in_place = {item["patch"] for item in applied}
     for feature in chosen:
-        reasons = _fits_on_disk(feature, tree)
-        if feature in on:
+        reasons = _fits_on_disk(feature, tree, installed)
+        if not unknown_disk:
+            reasons.extend(_out_of_date(feature, tree))
+        if feature in on and not unknown_disk:
             absent = [
                 patch.id
                 for patch in feature.patches
@@ -146,16 +161,21 @@ def check_report(
     holds = not problems and all(row["fits"] for row in report["features"])
     if report["command"] is not None:
         holds = holds and not report["command"]["problems"] and not report["command"]["refusals"]
-    return report, HOLDS if holds else FAILS
+    problems.extend(undecided)
+    if not holds:
+        return report, FAILS
+    return report, UNDECIDED if undecided else HOLDS
 
 
 def status_report(engine: str | None = None) -> tuple[dict[str, Any], int]:
     """What is in place now: edits on disk, and the engine processes that published themselves, counters summed."""
     report: dict[str, Any] = {"engine": None, "problems": [], "on_disk": [], "servers": []}
     try:
-        tree = find_engine(engine)
+        # As apply and revert: NUMINOUS_ENGINE names an engine to judge, and nothing is put in place there.
+        tree = find_engine(engine) if engine else installed_engine()
         report["engine"] = _engine(tree)
-        report["on_disk"], report["problems"] = _disk(tree)
+        report["on_disk"], problems, undecided = _disk(tree)
+        report["problems"] = [*problems, *undecided]
     except PatchError as error:
         report["problems"].append(str(error))
     servers: dict[str, dict[str, Any]] = {}
@@ -169,7 +189,7 @@ def status_report(engine: str | None = None) -> tuple[dict[str, Any], int]:
                 "pid": process.pid,
                 "alive": process.alive,
                 "role": process.role,
-                "features": process.record["features"],
+                "features": _names(process.record.get("features")),
             }
         )
         for feature, values in process.totals.items():
@@ -198,29 +218,83 @@ def _pristine(tree: EngineTree) -> EngineTree:
     return tree
 
 
-def _fits_on_disk(feature: Feature, tree: EngineTree) -> list[str]:
+def _fits_on_disk(feature: Feature, tree: EngineTree, installed: Sequence[Feature]) -> list[str]:
     # Hooks meet the functions as they are on disk; edits and series are rendered from the pristine ones.
-    return fits(feature, _pristine(tree) if feature.on_disk else tree)
+    if not feature.on_disk:
+        return fits(feature, tree)
+    try:
+        pristine = _pristine(tree)
+        reasons = fits(feature, pristine)
+        if not reasons:
+            rendered(pristine.read, _patches(feature, installed), pristine.where)
+    except PatchError as error:
+        return [str(error)]
+    except OSError as error:
+        return [f"{error.filename or tree.where}: {error.strerror}"]
+    return reasons
 
 
-def _disk(tree: EngineTree) -> tuple[list[dict[str, str]], list[str]]:
+def _patches(feature: Feature, installed: Sequence[Feature]) -> list[Edit | Series]:
+    """What would be rendered for a feature alone: its patches behind those of the features that it requires."""
+    known = {one.id: one for one in installed}
+    wanted = {feature.id}
+    left = [feature]
+    while left:
+        for name in left.pop().requires:
+            if name in known and name not in wanted:
+                wanted.add(name)
+                left.append(known[name])
+    features = [one for one in installed if one.id in wanted] or [feature]
+    return [p for one in features for p in one.patches if isinstance(p, Edit | Series)]
+
+
+def _out_of_date(feature: Feature, tree: EngineTree) -> list[str]:
+    if not feature.on_disk or not isinstance(tree, DirectoryTree) or not tree.installed:
+        return []
+    try:
+        return DiskState(tree).out_of_date([feature])
+    except PatchError as error:
+        return [str(error)]
+
+
+def _disk(tree: EngineTree) -> tuple[list[dict[str, str]], list[str], list[str]]:
+    """What is applied, what is wrong with it, and what could not be judged."""
     if not isinstance(tree, DirectoryTree) or not tree.installed:
-        return [], []
-    status = DiskState(tree).status()
+        return [], [], []
+    try:
+        status = DiskState(tree).status()
+        lost = _unknown_edits(tree) if status.version is None else []
+    except PatchError as error:
+        return [], [], [str(error)]
+    except OSError as error:
+        return [], [], [f"{error.filename or tree.where}: {error.strerror}; mend that"]
     applied = [{"feature": i.feature_id, "patch": i.patch_id, "kind": i.kind} for i in status.items]
     problems = (
         ["a command died in the middle of a change; run: numinous revert"] if status.pending else []
     )
-    explained = {
-        "pristine": "holds no edit any more (engine reinstalled?)",
-        "foreign": "was changed by somebody else after numinous edited it (numinous revert --forget gives it up)",
-    }
     problems.extend(
-        f"{path} {explained[state]}; run: numinous revert"
+        file_problem(path, state)
         for path, state in status.files.items()
-        if state in explained
+        if state in ("pristine", "foreign")
     )
-    return applied, problems
+    return applied, [*problems, *lost], []
+
+
+def _unknown_edits(tree: DirectoryTree) -> list[str]:
+    """Without a journal nothing of ours may lie in the engine; a lost journal is found by the edits' markers."""
+    marker = MARKER.encode()
+    found = [
+        path for path in tree.files("srt") if path.endswith(".py") and marker in tree.read(path)
+    ]
+    return [
+        f"{tree.where}/{path} holds an edit that no journal knows; reinstall the engine"
+        for path in found
+    ]
+
+
+def _names(value: object) -> list[str]:
+    """Names in a record of another process, which may be damaged."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
 def _environment_problems(
@@ -254,14 +328,39 @@ def _judge_command(
     problems = list(serve.problems)
     if "model_path" not in serve.given:
         problems.append("no --model-path")
+    problems.extend(_size_problems(serve))
     problems.extend(_model_problems(serve, tree))
+    refusals: dict[str, list[str]] = {}
+    for feature in features:
+        try:
+            refusals.update(refusals_of([feature], serve))
+        except Exception as error:  # its judge is the topic package's code
+            problems.append(
+                f"{feature.id} could not judge the command ({type(error).__name__}: {error})"
+            )
     return {
         "given": dict(serve.given),
         "problems": problems,
-        "refusals": refusals_of(features, serve),
+        "refusals": refusals,
         "features": [feature.id for feature in features],
         "model": None if serve.model_config is None else serve.model_config.get("architectures"),
     }
+
+
+def _size_problems(serve: ServeCommand) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {serve.given[name]} must be at least 1"
+        for name in ("tp_size", "dp_size", "pp_size")
+        if isinstance(serve.given.get(name), int) and serve.given[name] < 1
+    ]
+
+
+def _size(serve: ServeCommand, name: str) -> int:
+    try:
+        value = serve.get(name)
+    except KeyError:
+        return 1
+    return value if isinstance(value, int) and value > 0 else 1
 
 
 def _model_problems(serve: ServeCommand, tree: EngineTree) -> list[str]:
@@ -271,15 +370,24 @@ def _model_problems(serve: ServeCommand, tree: EngineTree) -> list[str]:
     problems = []
     known = _architectures(tree)
     names = config.get("architectures") or []
-    if not names:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problems.append("config.json: architectures is not a list of names")
+    elif not names:
         problems.append("config.json names no architectures")
     elif known and not any(name in known for name in names):
         problems.append(f"this engine has no model class {' or '.join(names)}")
-    text = {**config, **(config.get("text_config") or {})}
-    tp = int(serve.get("tp_size"))
+    text = config.get("text_config") or {}
+    if not isinstance(text, dict):
+        problems.append("config.json: text_config is not an object")
+        text = {}
+    text = {**config, **text}
+    tp = _size(serve, "tp_size")
     heads = text.get("num_attention_heads")
+    if heads is not None and (not isinstance(heads, int) or isinstance(heads, bool)):
+        problems.append("config.json: num_attention_heads is not a whole number")
+        heads = None
     # Attention data parallelism divides the tensor-parallel group before heads are split.
-    split = tp // int(serve.get("dp_size")) if serve.get("enable_dp_attention") else tp
+    split = tp // _size(serve, "dp_size") if serve.given.get("enable_dp_attention") else tp
     if isinstance(heads, int) and split > 1 and heads % split:
         problems.append(f"--tp-size {tp} does not divide the model's {heads} attention heads")
     limit, asked = text.get("max_position_embeddings"), serve.given.get("context_length")

@@ -112,14 +112,28 @@ def around_launch_detokenizer(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def around_launch_schedulers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Spawn the data-parallel controller through `BootedTarget` while the engine launches its schedulers."""
+    """Spawn the data-parallel controller through `BootedTarget`; when all are ready, see that each has booted."""
+    from . import boot
+
     engine: Any = sys.modules[ENGINE]
     stock = engine.run_data_parallel_controller_process
     engine.run_data_parallel_controller_process = BootedTarget("dp_controller", stock)
     try:
-        return original(*args, **kwargs)
+        launched, processes = original(*args, **kwargs)
     finally:
         engine.run_data_parallel_controller_process = stock
+    wait_for_ready = launched.wait_for_ready
+
+    def numinous_wait_for_ready() -> Any:
+        ready = wait_for_ready()
+        pids = [process.pid for process in processes or ()]
+        for info in launched.scheduler_infos:
+            pids.extend(info.get(engine.SCHEDULER_PIDS_ARG, ()))
+        boot.prove_children(pids)
+        return ready
+
+    launched.wait_for_ready = numinous_wait_for_ready
+    return launched, processes
 
 
 def around_add_prometheus_middleware(original: Callable[..., Any], app: Any) -> Any:

@@ -102,7 +102,8 @@ class Table:
         if counter.startswith("refused:") and counter != OTHER:
             self._reasons[feature] += 1
             if self._reasons[feature] > MAX_REASONS:
-                return self._index.get((feature, OTHER)) or self._create(feature, OTHER)
+                known = self._index.get((feature, OTHER))
+                return self._create(feature, OTHER) if known is None else known
         line = f"{feature}\t{counter}\n".encode()
         index = len(self._index)
         end = _LENGTH.size + len(self._names) + len(line)
@@ -124,7 +125,8 @@ def _parse(content: bytes) -> dict[str, dict[str, int]]:
     if len(content) != SIZE:
         return totals
     (length,) = _LENGTH.unpack_from(content)
-    names = content[_LENGTH.size : _LENGTH.size + length].decode().splitlines()
+    block = content[_LENGTH.size : min(_LENGTH.size + length, VALUES)]
+    names = block.decode(errors="replace").splitlines()[:MAX_NAMES]
     values = struct.unpack_from(f"<{len(names)}q", content, VALUES)
     for name, value in zip(names, values, strict=True):
         feature, _, counter = name.partition("\t")
@@ -152,6 +154,15 @@ class FeatureCounters:
 _table = Table()
 
 
+def _count_apart() -> None:
+    """A forked child counts for itself: the mapped file is its parent's, and shares no lock with it."""
+    global _table
+    _table = Table()
+
+
+os.register_at_fork(after_in_child=_count_apart)
+
+
 def counters(feature_id: str) -> FeatureCounters:
     """The counters of a feature in this process."""
     return FeatureCounters(feature_id)
@@ -171,27 +182,31 @@ def publish(record: dict[str, Any]) -> Path:
     Returns:
         Path of the record, ``<state dir>/<pid>-<start>.json``.
     """
-    global _table
     folder = make_state_dir()
-    stem = process_stem()
-    counters_path = folder / f"{stem}.counters"
+    path = folder / f"{process_stem()}.json"
+    try:
+        _publish(path, record)
+    except OSError as error:
+        raise PatchError(
+            f"state folder {folder}: {error.strerror}; set NUMINOUS_STATE_DIR"
+        ) from error
+    return path
+
+
+def _publish(path: Path, record: dict[str, Any]) -> None:
+    global _table
+    counters_path = path.with_suffix(".counters")
     counters_path.unlink(missing_ok=True)
     mapped = Table(counters_path)
     for feature, values in _table.totals().items():
         for counter, value in values.items():
             mapped.add(feature, counter, value)
     _table = mapped
-    path = folder / f"{stem}.json"
-    content = {
-        "pid": os.getpid(),
-        "start": process_start(os.getpid()),
-        "utc": time.time(),
-        **record,
-    }
+    start = process_start(os.getpid())
+    content = {"pid": os.getpid(), "start": start, "utc": time.time(), **record}
     temporary = path.with_suffix(".json.tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
-    return path
 
 
 @dataclass(frozen=True)
@@ -215,15 +230,22 @@ def read_processes(folder: Path | None = None) -> Iterator[ProcessState]:
             content = path.with_suffix(".counters").read_bytes()
         except (OSError, ValueError):
             continue  # being written or removed right now
+        if not _is_record(record):
+            continue  # not ours
         start = process_start(record["pid"])
         yield ProcessState(
             pid=record["pid"],
             alive=start == record["start"] != 0,
-            role=record.get("role", "?"),
-            run=record.get("run", "?"),
+            role=record["role"],
+            run=record["run"],
             record=record,
             totals=_parse(content),
         )
+
+
+def _is_record(record: object) -> bool:
+    kinds = {"pid": int, "start": int, "utc": float, "role": str, "run": str, "features": list}
+    return isinstance(record, dict) and all(isinstance(record.get(k), v) for k, v in kinds.items())
 
 
 def read_totals(folder: Path | None = None, run: str | None = None) -> dict[str, dict[str, int]]:

@@ -25,7 +25,7 @@ def installed_features() -> list[Feature]:
     for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
         origin = f"entry point {entry.name} = {entry.value}"
         try:
-            declared: Sequence[Feature] = entry.load()()
+            declared: Sequence[Feature] = tuple(entry.load()())
         except Exception as error:
             raise PatchError(
                 f"{origin} cannot be loaded ({type(error).__name__}: {error}); reinstall it"
@@ -46,8 +46,8 @@ def load_callable(name: str) -> Callable[..., Any]:
         value: Any = importlib.import_module(module)
         for part in attribute.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
-        raise PatchError(f"{name} cannot be imported: {error}") from error
+    except Exception as error:
+        raise PatchError(f"{name} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(value):
         raise PatchError(f"{name} is not callable")
     return value  # type: ignore[no-any-return]

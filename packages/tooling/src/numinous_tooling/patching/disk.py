@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .discover import installed_features
-from .engine import find_engine
+from .engine import find_engine, installed_engine
 from .errors import PatchError
 from .feature import Feature
 from .flags import check_together
@@ -20,8 +20,12 @@ def apply_report(names: Sequence[str], engine: str | None = None) -> tuple[dict[
     Returns:
         ({"done": lines, "problems": lines}, exit code): 0 in place, 1 does not fit (nothing written), 2 bad usage.
     """
-    known = [feature for feature in installed_features() if feature.on_disk]
-    chosen, problem = _chosen(names, known, installed_features())
+    try:
+        installed = installed_features()
+    except PatchError as error:
+        return {"done": [], "problems": [str(error)]}, 2
+    known = [feature for feature in installed if feature.on_disk]
+    chosen, problem = _chosen(names, known, installed)
     if problem:
         return {"done": [], "problems": [problem]}, 2
 
@@ -42,8 +46,14 @@ def revert_report(
     """
     if not names:
         return _report(engine, lambda state: state.revert(forget=forget), "reverted")
-    known = [feature for feature in installed_features() if feature.on_disk]
-    chosen, problem = _chosen(names, known, installed_features())
+    if forget:
+        return {"done": [], "problems": ["--forget goes with a revert of everything"]}, 2
+    try:
+        installed = installed_features()
+    except PatchError as error:
+        return {"done": [], "problems": [str(error)]}, 2
+    known = [feature for feature in installed if feature.on_disk]
+    chosen, problem = _chosen(names, known, installed)
     if problem:
         return {"done": [], "problems": [problem]}, 2
     return _report(
@@ -72,7 +82,8 @@ def _report(
     engine: str | None, work: Callable[[DiskState], Report], verb: str
 ) -> tuple[dict[str, Any], int]:
     try:
-        report = work(DiskState(find_engine(engine)))
+        # NUMINOUS_ENGINE names an engine to judge: only --engine may name one to change.
+        report = work(DiskState(find_engine(engine) if engine else installed_engine()))
     except PatchError as error:
         return {"done": [], "problems": [str(error)]}, 1
     done = []

@@ -105,7 +105,7 @@ def find_engine(where: str | os.PathLike[str] | None = None) -> EngineTree:
         PatchError: no engine there, or a kind that cannot be read.
     """
     chosen = where or os.environ.get("NUMINOUS_ENGINE") or None
-    return _tree_at(Path(chosen)) if chosen else _installed_tree()
+    return _tree_at(Path(chosen)) if chosen else installed_engine()
 
 
 def _tree_at(path: Path) -> EngineTree:
@@ -137,7 +137,12 @@ def _version_of(metadata: str, path: Path) -> str:
     return str(fields["Version"])
 
 
-def _installed_tree() -> DirectoryTree:
+def installed_engine() -> DirectoryTree:
+    """The engine that this interpreter would import, whatever ``NUMINOUS_ENGINE`` says.
+
+    Raises:
+        PatchError: none is installed, or what would be imported is not what the metadata speaks of.
+    """
     try:
         distribution = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -157,4 +162,10 @@ def _installed_tree() -> DirectoryTree:
         )
     direct = distribution.read_text("direct_url.json")
     editable = bool(direct and json.loads(direct).get("dir_info", {}).get("editable"))
+    owned = Path(str(distribution.locate_file(PACKAGE)))
+    # The version would be that of another copy; a finder of an editable installation leads elsewhere by design.
+    if not editable and root.resolve() != owned.resolve():
+        raise PatchError(
+            f"{PACKAGE} is imported from {root} but the installed distribution lies at {owned}; fix PYTHONPATH"
+        )
     return DirectoryTree(root, distribution.version, installed=True, editable=editable)

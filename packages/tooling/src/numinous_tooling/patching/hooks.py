@@ -142,6 +142,7 @@ def _resolve(features: Iterable[Feature], role: str, tree: DirectoryTree) -> lis
             if target is None:
                 target = targets[patch.target] = _find(where, patch, tree)
             target.bounds.append(Bound(feature.id, patch, load_callable(patch.call)))
+            _judge_async(where, patch, target, target.bounds[-1].call)
             for pin in patch.pins:
                 _judge_live(where, pin.target, pin.occurrence, tree)
     for target in targets.values():
@@ -261,6 +262,18 @@ def _may_decorate(filename: str, tree: DirectoryTree) -> bool:
     return bool({"torch", "triton"} & set(path.parts))
 
 
+def _judge_async(where: str, hook: Hook, target: Target, call: Callable[..., Any]) -> None:
+    """A coroutine needs a coroutine around it; a mismatch would only show in the first request."""
+    if hook.kind == "value":
+        return
+    if inspect.isasyncgenfunction(target.original):
+        raise PatchError(f"{where}: {hook.target} is an async generator, which no hook covers")
+    wanted = hook.kind in ("around", "replace") and inspect.iscoroutinefunction(target.original)
+    if inspect.iscoroutinefunction(call) != wanted:
+        kind = "async def" if wanted else "a plain function"
+        raise PatchError(f"{where}: {hook.call} must be {kind} to go {hook.kind} {hook.target}")
+
+
 def _judge_combination(target: Target) -> None:
     replacing = [b for b in target.bounds if b.hook.kind in ("replace", "value")]
     if len(replacing) > 1 or (target.is_value and len(target.bounds) > 1):
@@ -359,6 +372,21 @@ def _write(target: Target) -> None:
     elif isinstance(target.raw, property):
         new = property(new, target.raw.fset, target.raw.fdel, target.raw.__doc__)
     _set_attribute(target, target.owner, target.attribute, target.raw, new)
+    if target.is_value:
+        for module in _same_named_copies(target):
+            _set_attribute(target, module, target.attribute, target.raw, new)
+
+
+def _same_named_copies(target: Target) -> list[types.ModuleType]:
+    """Engine modules that took a constant by ``from … import NAME``; a renamed copy is just another number."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == PACKAGE
+        and isinstance(module, types.ModuleType)
+        and module is not target.owner
+        and vars(module).get(target.attribute, _MISSING) is target.original
+    ]
 
 
 def _set_attribute(target: Target, owner: Any, attribute: str, old: Any, new: Any) -> None:
@@ -427,13 +455,21 @@ def _holders(target: Target) -> list[Any]:
     for referrer in gc.get_referrers(target.original):
         if id(referrer) in ours or isinstance(referrer, types.FrameType | Undo):
             continue
+        if isinstance(referrer, Target) or (
+            isinstance(referrer, types.CellType) and _is_ours(referrer)
+        ):
+            continue  # of an earlier installation in this process
         if isinstance(referrer, dict | tuple):
             found.extend(_owners(referrer, target, closures))
+        elif isinstance(referrer, types.MethodType):
+            # Kept by somebody, or only on its way to a call?
+            if any(not isinstance(r, types.FrameType) for r in gc.get_referrers(referrer)):
+                found.append(referrer)
         elif (
             isinstance(referrer, types.BuiltinMethodType) and referrer.__name__ in CACHE_ATTRIBUTES
         ):
             continue  # manages the cache of the original, never calls it
-        elif not (isinstance(referrer, types.MethodType) or referrer is target.raw):
+        elif referrer is not target.raw:
             found.append(referrer)
     return found
 
@@ -455,13 +491,25 @@ def _own_closures(function: Any) -> list[Any]:
     return found
 
 
+def _is_ours(cell: types.CellType) -> bool:
+    """Whether only functions of this layer close over a cell."""
+    functions = _functions_over(cell)
+    return bool(functions) and all(f.__code__.co_name.startswith("numinous_") for f in functions)
+
+
+def _functions_over(cell: types.CellType) -> list[types.FunctionType]:
+    closures = [item for item in gc.get_referrers(cell) if isinstance(item, tuple)]
+    referrers = [f for item in closures for f in gc.get_referrers(item)]
+    return [f for f in referrers if isinstance(f, types.FunctionType)]
+
+
 def _owners(
     container: dict[Any, Any] | tuple[Any, ...], target: Target, closures: list[Any]
 ) -> list[Any]:
     """Modules, classes and functions whose namespace or defaults `container` is; else the container itself."""
     for owner in gc.get_referrers(container):
-        if isinstance(owner, Undo):
-            return []  # default arguments as they were, kept for the way back
+        if isinstance(owner, Undo | Target):
+            return []  # ours: default arguments as they were, or the description of a target
         if isinstance(owner, types.ModuleType) and vars(owner) is container:
             return [owner]
         if (
@@ -503,9 +551,17 @@ def _keys_of(container: Any, value: Any) -> list[Any]:
 
 def _verify_attribute(target: Target) -> None:
     live = vars(target.owner).get(target.attribute)
+    module, _, qualname = target.name.partition(":")
+    owner: Any = sys.modules.get(module)
+    for name in qualname.split(".")[:-1]:
+        owner = vars(owner).get(name)
     names = ", ".join(sorted({b.feature_id for b in target.bounds}))
+    if owner is not target.owner:
+        raise PatchError(
+            f"{names}: another plugin replaced the class of {target.name}; switch it off"
+        )
     if target.is_value:
-        if live is not target.replacement:
+        if live is not target.replacement or _same_named_copies(target):
             raise PatchError(f"{names}: {target.name} was set back to {live!r} by somebody else")
         return
     function = _inner(live)
@@ -535,10 +591,7 @@ def _describe(holder: Any, original: Any) -> str:
     if isinstance(holder, type):
         return f"class {holder.__module__}.{holder.__qualname__}"
     if isinstance(holder, types.CellType):
-        owners = [f for f in gc.get_referrers(holder) if isinstance(f, tuple)]
-        functions = [
-            g for o in owners for g in gc.get_referrers(o) if isinstance(g, types.FunctionType)
-        ]
+        functions = _functions_over(holder)
         return "closure of " + (functions[0].__qualname__ if functions else "an unknown function")
     if isinstance(holder, dict):
         return f"dict entry {_keys_of(holder, original)!r}"
@@ -557,8 +610,10 @@ def foreign_replacements(installation: Installation) -> list[str]:
         return []
     found = []
     for target in installation.targets:
-        dotted = target.name.replace(":", ".")
-        entries = registry.HookRegistry._hooks.get(dotted, ())
-        if any(kind is registry.HookType.REPLACE for kind, _, _ in entries):
-            found.append(target.name)
+        dotted, module = target.name.replace(":", "."), target.name.partition(":")[0]
+        while len(dotted) > len(module):  # the function, and the classes around it
+            entries = registry.HookRegistry._hooks.get(dotted, ())
+            if any(kind is registry.HookType.REPLACE for kind, _, _ in entries):
+                found.append(target.name)
+            dotted = dotted.rpartition(".")[0]
     return found

@@ -34,12 +34,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .edits import MARKER, render_edit
+from .edits import MARKER
 from .engine import DirectoryTree, EngineTree
 from .errors import PatchError
 from .feature import Edit, Feature, Series
 from .pins import forget_parsed, judge_pin
-from .series import render_series
+from .proof import declaration_digest, out_of_date, rendered, unproven
 
 STATE = ".numinous"
 FORMAT = 1
@@ -56,6 +56,7 @@ class AppliedItem:
     feature_id: str
     patch_id: str
     kind: str  # "edit" or "series"
+    digest: str = field(default="", compare=False)  # of the declaration; empty in older journals
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,18 @@ class DiskState:
         files = {path: state_of(path) for path in sorted(journal.pristine)}
         return Status(journal.committed.items, files, journal.target is not None, journal.version)
 
+    def out_of_date(self, features: Sequence[Feature]) -> list[str]:
+        """Lines on patches that are on disk in another form than `features` declare now. Reads only."""
+        found = out_of_date(self.applied(), features)
+        return [line for lines in found.values() for line in lines]
+
+    def unproven(self, features: Sequence[Feature]) -> dict[str, str]:
+        """Feature id -> why it is not on disk exactly as declared, as one line; empty if all are. Reads only.
+
+        Features that change no file are not judged.
+        """
+        return unproven(self, self._tree.version, features)
+
     def apply(self, features: Sequence[Feature], known: Sequence[Feature] = ()) -> Report:
         """Add features to what is applied; one that is applied already is brought up to date.
 
@@ -418,7 +431,8 @@ class DiskState:
         written = tuple(
             sorted(path for path in pristine if self._sha(path) != pending.wanted(target, path))
         )
-        if not written and target == journal.committed:
+        digests = [[item.digest for item in s.items] for s in (target, journal.committed)]
+        if not written and target == journal.committed and digests[0] == digests[1]:
             return Report(target.items)
         self._judge_writable(written)
         try:
@@ -501,31 +515,24 @@ class DiskState:
     ) -> tuple[_State, dict[str, bytes], dict[str, _Pristine]]:
         """Target state, its blobs, and the pristine state of files that no item has touched so far."""
         view = _PristineTree(self._tree, journal, self._blob)
-        contents: dict[str, bytes | None] = {}
 
         def read(path: str) -> bytes:
             self._judge_path(path)
-            content = contents[path] if path in contents else view.read(path)
-            if content is None:
-                raise FileNotFoundError(path)
-            return content
+            return view.read(path)
 
-        ids = [patch.id for _, patch in items]
-        if len(set(ids)) != len(ids):
-            raise PatchError(f"the same patch is asked for twice: {', '.join(ids)}")
+        owners: dict[str, str] = {}
+        for owner, patch in items:
+            first = owners.setdefault(patch.id, owner)
+            if first != owner:
+                raise PatchError(f"{first} and {owner} both declare the patch {patch.id}")
+        if len(owners) != len(items):
+            raise PatchError(f"the same patch is asked for twice: {', '.join(owners)}")
         for _, patch in items:
             for pin in patch.pins:
                 line = judge_pin(view, pin)
                 if line is not None:
                     raise PatchError(f"{patch.id}: {line}")
-            if isinstance(patch, Series):
-                contents.update(render_series(read, patch))
-                continue
-            try:
-                original = read(patch.file)
-            except (FileNotFoundError, NotADirectoryError):
-                raise PatchError(f"{patch.id}: {view.where} has no {patch.file}") from None
-            contents[patch.file] = render_edit(original, patch)
+        contents = rendered(read, (patch for _, patch in items), view.where)
         forget_parsed()
 
         blobs: dict[str, bytes] = {}
@@ -545,7 +552,8 @@ class DiskState:
             if path not in journal.pristine:
                 pristine[path] = self._pristine(path, was)
         applied = tuple(
-            AppliedItem(feature_id, patch.id, _kind(patch)) for feature_id, patch in items
+            AppliedItem(feature_id, patch.id, _kind(patch), declaration_digest(patch))
+            for feature_id, patch in items
         )
         return _State(applied, files), blobs, pristine
 
@@ -657,11 +665,13 @@ class DiskState:
 
     def _load(self) -> _Journal | None:
         try:
-            text = self._journal_file.read_text(encoding="utf-8")
+            content = self._journal_file.read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise PatchError(f"{self._journal_file}: {error.strerror}; mend that") from None
         try:
-            data = json.loads(text)
+            data = json.loads(content)
             if data["format"] != FORMAT:
                 raise PatchError(
                     f"{self._journal_file} has format {data['format']} and this numinous-tooling reads {FORMAT}; "
@@ -669,7 +679,12 @@ class DiskState:
                 )
 
             def state(part: Any) -> _State:
-                return _State(tuple(AppliedItem(**item) for item in part["items"]), part["files"])
+                items = tuple(AppliedItem(**item) for item in part["items"])
+                if not all(isinstance(word, str) for item in items for word in vars(item).values()):
+                    raise ValueError
+                if not all(sha is None or isinstance(sha, str) for sha in part["files"].values()):
+                    raise ValueError
+                return _State(items, part["files"])
 
             return _Journal(
                 data["version"],
@@ -798,6 +813,8 @@ class DiskState:
             return _digest((self._root / path).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except IsADirectoryError:
+            return "a directory"  # equal to no digest: somebody else's
 
 
 def _items(feature_ids: frozenset[str], known: Sequence[Feature]) -> list[Item]:
