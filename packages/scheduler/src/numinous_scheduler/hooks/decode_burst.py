@@ -82,6 +82,8 @@ FEATURE = Feature(
     ),
     options=(MAX_WAIT, MAX_QUEUE),
     judge="numinous_scheduler.hooks.decode_burst:judge",
+    # Speed of the users who decode, paid by the one who waits: up to N steps, and never beyond the cap.
+    trades={"ttft": 1.0},
     upstream="none",
     evidence=("scheduler/decode_burst.jsonl",),
 )

@@ -12,7 +12,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +106,7 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         speedup=options.speedup or 1 / scale,
         seed=options.seed,
     )
+    trades = _declared_trades(features)
     arms = build_arms(
         ArmOptions(
             features=features,
@@ -134,7 +135,8 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         model=read_model(model, min(limits, default=None)),
         workload=spec,
         concurrency=options.concurrency or sessions,
-        tolerances=_tolerances(options.tolerance, tolerance),
+        tolerances=_tolerances(options.tolerance, tolerance, trades),
+        trades=trades,
         out=out,
         server_template=_words("--server-command", options.server_command or SERVER_TEMPLATE),
         port_base=options.port_base,
@@ -189,9 +191,28 @@ def _words(option: str, text: str) -> tuple[str, ...]:
         raise GateError(f"{option} {text!r}: {error}") from error
 
 
-def _tolerances(values: Sequence[str], default: float) -> dict[str, float]:
-    """Parse `--tolerance 0.1` (all metrics) and `--tolerance ttft=0.5` (one); later ones win."""
-    tolerances = {metric.name: default for metric in METRICS}
+def _declared_trades(features: Sequence[str]) -> dict[str, float]:
+    """Return the worsening per metric that the features accept by design, as their declarations say."""
+    if not features:
+        return {}
+    from numinous_tooling.patching.discover import installed_features
+
+    chosen = [feature for feature in installed_features() if feature.id in features]
+    return {
+        name: max(feature.trades.get(name, 0.0) for feature in chosen)
+        for feature in chosen
+        for name in feature.trades
+    }
+
+
+def _tolerances(
+    values: Sequence[str], default: float, trades: Mapping[str, float]
+) -> dict[str, float]:
+    """Parse `--tolerance 0.1` (all metrics) and `--tolerance ttft=0.5` (one); later ones win.
+
+    Where none is given, a trade that a feature declares widens the default of its metric.
+    """
+    tolerances = {m.name: max(default, trades.get(m.name, 0.0)) for m in METRICS}
     for value in values:
         name, equals, text = value.rpartition("=")
         try:

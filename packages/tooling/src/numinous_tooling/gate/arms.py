@@ -25,7 +25,7 @@ STOCK_WHITELIST = "numinous-none"
 # difference; each is therefore required to change nothing in stock.
 FEATURE_SERVER_FLAGS: Mapping[str, tuple[str, ...]] = {
     # Declared by stock 0.5.20, read by nobody there.
-    "scheduler.decode_burst": ("--num-continuous-decode-steps", "16"),
+    "scheduler.decode_burst": ("--num-continuous-decode-steps", "8"),
 }
 
 # Without it each streamed chunk repeats all token ids so far: quadratic traffic that would load the client.

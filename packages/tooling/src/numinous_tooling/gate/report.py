@@ -146,6 +146,15 @@ def load_note(document: dict[str, Any]) -> str | None:
     return f"note: other programs kept cores busy during {', '.join(loaded)} (of {cores}); a quiet machine decides sooner"
 
 
+def trade_note(document: dict[str, Any]) -> str | None:
+    """Return a line that says which worsening the features accept by design; None for none."""
+    trades = document["declared_trades"]
+    if not trades:
+        return None
+    listed = ", ".join(f"{name} {limit * 100:g} %" for name, limit in sorted(trades.items()))
+    return f"note: by their own declaration the features may worsen {listed}; the other limits are the gate's"
+
+
 def terminal_text(result: GateResult, out: Path) -> str:
     """Return the summary for the terminal, verdict last."""
     document = result.document
@@ -158,9 +167,8 @@ def terminal_text(result: GateResult, out: Path) -> str:
         lines += _columns([COMPARISON_HEAD, *comparison_rows(comparison)])
         if comparison is not result.comparisons[0]:
             lines.append(f"{comparison.word}: {'; '.join(comparison.reasons)}")
-    note = load_note(document)
-    if note:
-        lines += ["", note]
+    notes = [note for note in (trade_note(document), load_note(document)) if note]
+    lines += ["", *notes] if notes else []
     lines += [
         "",
         f"{result.word} at length scale {scale_text(document['length_scale'])}: {'; '.join(result.reasons)}",
@@ -182,6 +190,7 @@ def write_html(result: GateResult, path: Path) -> None:
     for comparison in result.comparisons:
         parts.append(f"<h2>{comparison.test} against {comparison.base}: {comparison.word}</h2>")
         parts.append(_table(COMPARISON_HEAD, comparison_rows(comparison)))
+    parts += [f"<p>{html.escape(note)}</p>" for note in [trade_note(document)] if note]
     parts += [
         "<p>Interval: bootstrap over session and repeat pairs, widened by the noise seen, which is the largest "
         "difference between two repeats of one arm.</p>",

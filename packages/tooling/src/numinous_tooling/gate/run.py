@@ -50,6 +50,7 @@ class GateOptions:
     workload: WorkloadSpec
     concurrency: int
     tolerances: Mapping[str, float]
+    trades: Mapping[str, float]
     out: Path
     server_template: tuple[str, ...]
     port_base: int | None
@@ -301,6 +302,7 @@ class _Run:
             },
             "confidence": CONFIDENCE,
             "tolerances": dict(options.tolerances),
+            "declared_trades": dict(options.trades),
             "arms": {
                 letter: {
                     "label": arm.label,

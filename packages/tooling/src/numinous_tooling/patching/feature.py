@@ -174,6 +174,8 @@ class Feature:
         requires / conflicts: ids of other features.
         judge: ``"module:function"``, called with a `ServeCommand` view of the launch; returns lines that say why
             the feature cannot serve that command (empty: it can). Must not import the engine.
+        trades: gate metric -> relative worsening that the feature accepts by design, for example ``{"ttft": 1.0}``
+            (the first token may come up to twice as late). The gate prints it with the verdict.
         upstream: ``none``, ``reported …`` or ``merged in …``.
         evidence: record files below ``evidence/`` that hold its numbers.
     """
@@ -187,6 +189,7 @@ class Feature:
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     judge: str | None = None
+    trades: Mapping[str, float] = field(default_factory=dict)
     upstream: str = "none"
     evidence: tuple[str, ...] = ()
 
