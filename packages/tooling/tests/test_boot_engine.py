@@ -134,7 +134,7 @@ def test_not_strict_serves_stock_and_says_so(serve):
     with serve("--num-continuous-decode-steps", "1", **environ) as running:
         assert len(running.generate([5, 6, 7], new_tokens=3)[0]) == 3
         log = running.server.log.read_text()
-        assert "WARNING: serving stock instead of scheduler.decode_burst" in log
+        assert "WARNING: serving stock instead: scheduler.decode_burst: " in log
         assert "N >= 2" in log
         assert all(process.record["features"] == [] for process in running.processes())
 

@@ -808,7 +808,7 @@ def test_a_broken_feature_package(
     def broken() -> list[Feature]:
         raise PatchError("entry point x cannot be loaded")
 
-    monkeypatch.setattr(check, "installed_features", broken)
+    monkeypatch.setattr(doctor, "installed_features", broken)
     assert (
         find(doctor.doctor_report(str(engine), environ=environ), "features", "features")["level"]
         == "problem"

@@ -2,25 +2,27 @@
 """Edits and series on disk, as transactions on a small engine tree.
 
 Covered: what apply, revert and set make of the files; every refusal, with nothing written; a process killed, or a
-system call that fails, in front of every single step of four transactions; two commands at once; an engine that was
+system call that fails, in front of every single step of four transactions; an engine that was
 reinstalled or upgraded under the journal.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from numinous_tooling.patching import journal as journal_module
+from numinous_tooling.patching import proof as proof_module
 from numinous_tooling.patching.engine import DirectoryTree, WheelTree, find_engine
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.patching.feature import Edit, Feature, Hook, Pin, Series
@@ -397,6 +399,14 @@ def test_patch_asked_for_twice(tree: DirectoryTree) -> None:
     assert "twice" in refusal(lambda: DiskState(tree).set(items(ONE, ONE)))
 
 
+def test_refusals_name_their_owners(tree: DirectoryTree) -> None:
+    thief = feature("scheduler.thief", A1)
+    both = "scheduler.one and scheduler.thief both declare the patch scheduler.one.01"
+    assert both in refusal(lambda: DiskState(tree).apply([ONE, thief]))
+    outside = feature("scheduler.out", Edit("scheduler.out.01", "../x.py", "x", "y"))
+    assert refusal(lambda: DiskState(tree).apply([outside])).startswith("scheduler.out.01: ")
+
+
 def test_revert_of_what_is_not_applied(tree: DirectoryTree) -> None:
     disk = DiskState(tree)
     assert "scheduler.one is not applied" in refusal(lambda: disk.revert(["scheduler.one"]))
@@ -585,6 +595,7 @@ def test_damaged_journal_and_blob(tree: DirectoryTree) -> None:
         "{": "is damaged",
         "[]": "is damaged",
         text.replace('"mode"', '"m"'): "is damaged",
+        text.replace('"scheduler.one"', "7"): "is damaged",
         text.replace('"format": 1', '"format": 2'): "has format 2",
     }.items():
         journal.write_text(bad)
@@ -595,7 +606,56 @@ def test_damaged_journal_and_blob(tree: DirectoryTree) -> None:
     assert "missing or damaged" in refusal(disk.revert)
 
 
-# Two commands at once
+# Proof
+
+
+def test_unproven_names_what_is_not_in_place(tree: DirectoryTree) -> None:
+    disk = DiskState(tree)
+    hook = feature("scheduler.memory")
+    assert disk.unproven([hook]) == {}
+    assert "not in place (scheduler.one.01, scheduler.one.02)" in disk.unproven([ONE])[ONE.id]
+    disk.apply([ONE, TWO])
+    assert disk.unproven([ONE, TWO, hook]) == {}
+    assert disk.out_of_date([ONE, TWO]) == []
+    (tree.root / "srt/c.py").write_bytes(b"theirs = 1\n")
+    assert list(disk.unproven([ONE, TWO])) == [TWO.id]
+    assert "numinous revert --forget" in disk.unproven([TWO])[TWO.id]
+    upgraded = DirectoryTree(tree.root, "0.5.21", installed=True)
+    assert "made to sglang 0.5.20" in DiskState(upgraded).unproven([ONE])[ONE.id]
+    (tree.root.parent / ".numinous/journal.json").write_text("{")
+    assert "is damaged" in disk.unproven([ONE])[ONE.id]
+
+
+def test_changed_declaration_is_out_of_date(tree: DirectoryTree, three: Feature) -> None:
+    disk = DiskState(tree)
+    disk.apply([ONE, three])
+    assert disk.unproven([ONE, three]) == {}
+    newer = feature(ONE.id, replace(A1, insert="    return 11\n"), A2)
+    line = "scheduler.one.01 on disk is an older text; run: numinous apply scheduler.one"
+    assert disk.out_of_date([newer, three]) == [line]
+    assert disk.unproven([newer, three]) == {ONE.id: line}
+    assert "no longer declared" in disk.unproven([feature(ONE.id, A1)])[ONE.id]
+    patch = next(Path(three.patches[0].directory).iterdir())
+    patch.write_text(patch.read_text() + "\n")
+    assert list(disk.unproven([ONE, three])) == [three.id]
+    disk.apply([newer, three])
+    assert disk.unproven([newer, three]) == {}
+
+
+def test_journal_without_digests_is_brought_up_to_date(tree: DirectoryTree) -> None:
+    disk = DiskState(tree)
+    disk.apply([ONE])
+    journal = tree.root.parent / ".numinous/journal.json"
+    data = json.loads(journal.read_text())
+    for item in data["committed"]["items"]:
+        del item["digest"]
+    journal.write_text(json.dumps(data))
+    assert "older numinous-tooling" in disk.unproven([ONE])[ONE.id]
+    assert disk.apply([ONE]).written == ()
+    assert disk.unproven([ONE]) == {}
+
+
+# Other processes
 
 
 def child(body: Callable[[], object]) -> int:
@@ -612,70 +672,6 @@ def child(body: Callable[[], object]) -> int:
 
 def exit_status(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def test_second_command_gives_up_and_names_the_first(tree: DirectoryTree) -> None:
-    disk = DiskState(tree, wait_s=0.2)
-    disk.apply([TWO])
-    started, go_on = os.pipe(), os.pipe()
-
-    def hold() -> None:
-        with DiskState(tree)._locked():
-            os.write(started[1], b"x")
-            os.read(go_on[0], 1)
-
-    pid = child(hold)
-    try:
-        os.read(started[0], 1)
-        line = refusal(lambda: disk.apply([ONE], [TWO]))
-    finally:
-        os.write(go_on[1], b"x")
-        status = exit_status(pid)
-        for fd in (*started, *go_on):
-            os.close(fd)
-    assert status == 0
-    assert f"another numinous command (pid {pid})" in line
-    disk.apply([ONE], [TWO])
-
-
-def test_lock_that_was_removed_while_it_was_opened_counts_for_nothing(tree: DirectoryTree) -> None:
-    """The command before us takes the folder away at its end, with the lock that we are about to hold."""
-
-    class Overtaken(Steps):
-        first = True
-
-        def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-            fd = super().open(path, flags, mode)
-            if self.first and path.name == "lock":
-                self.first = False
-                path.unlink()
-                path.parent.rmdir()
-            return fd
-
-    with DiskState(tree, Overtaken())._locked():
-        assert (tree.root.parent / ".numinous/lock").read_text() == str(os.getpid())
-    assert not (tree.root.parent / ".numinous").exists()
-
-
-class Slow(Steps):
-    """Leaves other processes time to come in between."""
-
-    def before(self, call: str, path: Path) -> None:
-        time.sleep(0.001)
-
-
-def test_two_commands_do_not_interleave(tree: DirectoryTree) -> None:
-    before = snapshot(tree)
-    for _ in range(3):
-        pids = [
-            child(lambda: DiskState(tree, Slow()).apply([ONE], [ONE, TWO])),
-            child(lambda: DiskState(tree, Slow()).apply([TWO], [ONE, TWO])),
-        ]
-        assert [exit_status(pid) for pid in pids] == [0, 0]
-        assert len(DiskState(tree).applied()) == 4
-        pids = [child(lambda: DiskState(tree, Slow()).revert()) for _ in range(3)]
-        assert [exit_status(pid) for pid in pids] == [0, 0, 0]
-        assert snapshot(tree) == before
 
 
 # Death and failure at every step
@@ -705,7 +701,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             rendered[series.id] = render_series(read, series)
         return rendered[series.id]
 
-    monkeypatch.setattr(journal_module, "render_series", render_once)
+    monkeypatch.setattr(proof_module, "render_series", render_once)
 
 
 @pytest.fixture

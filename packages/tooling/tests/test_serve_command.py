@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from numinous_tooling.patching.engine import DirectoryTree
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.patching.serve_command import parse_command, read_arguments
 
@@ -64,6 +65,10 @@ def test_spellings_of_one_command(pristine_engine, words):
         (["--enable-d"], "is ambiguous"),
         (["stray"], "where a flag was expected"),
         (["--config", "x.yaml"], "are not judged"),
+        (["--trust-remote-code=false"], "takes no value"),
+        (["--served-model-name", "--enable-metrics"], "needs a value"),
+        (["--deepep-mode", "sideways"], "is not one of auto, normal, low_latency"),
+        (["--no-enable-metrics"], "is not a flag of this engine"),
     ],
 )
 def test_problems_are_named(pristine_engine, words, text):
@@ -84,3 +89,53 @@ def test_environment_words_and_model_config(pristine_engine, tmp_path):
 def test_other_commands_are_refused(pristine_engine, words):
     with pytest.raises(PatchError, match="is not a serve command"):
         parse_command(words, pristine_engine, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["serve", "m", "--tp", "2"], {"model_path": "m", "tp_size": 2}),
+        (["serve", "--model-type", "llm", "m"], {"model_path": "m"}),
+        (["serve", "--model-type=llm", "--model", "m"], {"model_path": "m"}),
+        (["serve", "m", "--no-dllm-fdfo"], {"model_path": "m", "dllm_fdfo": False}),
+        (["serve", "m", "--dllm-fdfo"], {"model_path": "m", "dllm_fdfo": True}),
+        (["serve", "m", "--watchdog-timeout", "-1"], {"model_path": "m", "watchdog_timeout": -1.0}),
+        (["serve", "m", "--lora-paths", "a", "b"], {"model_path": "m", "lora_paths": ["a", "b"]}),
+    ],
+)
+def test_forms_that_the_engine_takes(pristine_engine, words, given):
+    command = parse_command(["sglang", *words], pristine_engine, {})
+    assert command.problems == ()
+    assert command.given == given
+
+
+def test_env_in_front(pristine_engine):
+    words = ["A=1", "/usr/bin/env", "-u", "B", "C=3", "python3", "-u", *LAUNCH[1:], "--model", "m"]
+    command = parse_command(words, pristine_engine, {"B": "2"})
+    assert command.environ == {"A": "1", "C": "3"}
+    assert command.problems == ()
+    cleared = parse_command(
+        ["env", "-i", "C=3", "sglang", "serve", "m"], pristine_engine, {"B": ""}
+    )
+    assert cleared.environ == {"C": "3"}
+    with pytest.raises(PatchError, match="env -S"):
+        parse_command(["env", "-S", "sglang serve m"], pristine_engine, {})
+
+
+@pytest.mark.parametrize("prefix", ["nohup", "docker run image", "taskset -c 0", "python wrap.py"])
+def test_other_words_in_front_are_named(pristine_engine, prefix):
+    (problem,) = parse_command([f"{prefix} sglang serve m"], pristine_engine, {}).problems
+    assert f"before the serve command ({prefix}) may change it" in problem
+
+
+def test_what_cannot_be_read_is_one_line(pristine_engine, fake_engine):
+    with pytest.raises(PatchError, match="No closing quotation"):
+        parse_command(["sglang serve 'm"], pristine_engine, {})
+    other = DirectoryTree(fake_engine / "sglang", "0.5.10")
+    with pytest.raises(PatchError, match=r"where 0\.5\.20 does"):
+        read_arguments(other)
+    choices = other.root / "srt/arg_groups/choices.py"
+    choices.parent.mkdir()
+    choices.write_text("def broken(:\n")
+    with pytest.raises(PatchError, match=r"where 0\.5\.20 does"):
+        read_arguments(other)

@@ -120,7 +120,7 @@ def check(
             markup=False,
         )
     for row in report["features"]:
-        state = "fits" if row["fits"] else "does not fit"
+        state = {True: "fits", False: "does not fit", None: "undecided"}[row["fits"]]
         out.print(
             f"{row['id']}: {'on' if row['on'] else 'off'}, {state}",
             style=None if row["fits"] else "red",

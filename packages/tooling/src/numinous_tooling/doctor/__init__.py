@@ -97,6 +97,7 @@ def _features(
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Installed features: on or off, fit or not, and where they are proven."""
     try:
+        installed = installed_features()
         rows = features_report(engine, environ)[0]["features"]
     except PatchError as error:
         return [finding("problem", "features", str(error), "reinstall the package")], {
@@ -105,7 +106,7 @@ def _features(
         }
     findings = []
     try:
-        flags.enabled(installed_features(), environ)
+        flags.enabled(installed, environ)
     except PatchError as error:
         findings.append(
             finding("problem", "NUMINOUS_ variables", str(error), "run: numinous check")

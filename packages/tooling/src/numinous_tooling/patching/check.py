@@ -138,10 +138,13 @@ def check_report(
     )
     in_place = {item["patch"] for item in applied}
     for feature in chosen:
+        if feature.on_disk and unknown_disk:  # a damaged journal: what was pristine is not known
+            row = {"id": feature.id, "on": feature in on, "fits": None, "reasons": []}
+            report["features"].append(row)
+            continue
         reasons = _fits_on_disk(feature, tree, installed)
-        if not unknown_disk:
-            reasons.extend(_out_of_date(feature, tree))
-        if feature in on and not unknown_disk:
+        reasons.extend(_out_of_date(feature, tree))
+        if feature in on:
             absent = [
                 patch.id
                 for patch in feature.patches
@@ -158,7 +161,7 @@ def check_report(
     problems.extend(f"{CORE.id}: {reason}" for reason in core)
     if serve is not None:
         report["command"] = _judge_command(serve, on if on or not names else chosen, tree)
-    holds = not problems and all(row["fits"] for row in report["features"])
+    holds = not problems and all(row["fits"] is not False for row in report["features"])
     if report["command"] is not None:
         holds = holds and not report["command"]["problems"] and not report["command"]["refusals"]
     problems.extend(undecided)
