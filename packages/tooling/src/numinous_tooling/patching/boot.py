@@ -207,10 +207,18 @@ def _install(boot: Boot) -> None:
     for feature in everything:
         for patch in feature.patches:
             if isinstance(patch, Registration) and boot.role in patch.roles:
-                load_callable(patch.run)()
-                if reason := load_callable(patch.verify)():
-                    raise PatchError(f"{feature.id}: {patch.id}: {reason}")
+                _register(feature, patch)
     forget_parsed()
+
+
+def _register(feature: Feature, patch: Registration) -> None:
+    try:
+        load_callable(patch.run)()
+        reason = load_callable(patch.verify)()
+    except Exception as error:
+        raise PatchError(f"{feature.id}: {patch.id}: {_line(error)}") from error
+    if reason:
+        raise PatchError(f"{feature.id}: {patch.id}: {reason}")
 
 
 def _prove_again_after_other_plugins(boot: Boot) -> None:

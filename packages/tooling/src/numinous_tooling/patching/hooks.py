@@ -141,8 +141,12 @@ def _resolve(features: Iterable[Feature], role: str, tree: DirectoryTree) -> lis
             target = targets.get(patch.target)
             if target is None:
                 target = targets[patch.target] = _find(where, patch, tree)
-            target.bounds.append(Bound(feature.id, patch, load_callable(patch.call)))
-            _judge_async(where, patch, target, target.bounds[-1].call)
+            try:
+                call = load_callable(patch.call)
+            except PatchError as error:
+                raise PatchError(f"{where}: {error}") from error
+            target.bounds.append(Bound(feature.id, patch, call))
+            _judge_async(where, patch, target, call)
             for pin in patch.pins:
                 _judge_live(where, pin.target, pin.occurrence, tree)
     for target in targets.values():
