@@ -103,6 +103,7 @@ def test_any_exception_ends_the_process_in_one_line(site, run_in, case, text):
     (line,) = done.stderr.splitlines()
     assert line.startswith("numinous: ")
     assert text in line
+    assert "moe.t" in line or case == "features", "it names the feature"
     done = run_in(
         site, BOOT + "assert t.plain(1) == 2", NUMINOUS_MOE_T="1", CASE=case, NUMINOUS_STRICT="0"
     )
