@@ -106,7 +106,10 @@ def build(session: nox.Session) -> None:
 def release(session: nox.Session, package: str) -> None:
     """Check version, changelog and tag of a package, then build it; publishing stays manual."""
     python = _prepare(session, "build", extras={"tooling": ()})
-    _run(session, python, "-m", "numinous_tooling.repo", "release", package)
+    _run(session, python, "-m", "numinous_tooling.repo", "release-check", package)
+    _run(session, python, "-m", "numinous_tooling.repo", "build", package)
+    tag = f"{package}-v{PROJECTS[package]['project']['version']}"
+    session.log(f"to publish: git tag {tag}, push it, and upload the files named above")
 
 
 @task(name="new-package")

@@ -7,6 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from numinous_tooling.repo import __main__ as repo_main
 from numinous_tooling.repo.checkout import find_checkout
 
 ROOT = find_checkout(Path(__file__).parent).root
@@ -38,3 +41,13 @@ def test_parts_are_those_of_the_script() -> None:
 
 def test_script_is_valid_bash() -> None:
     subprocess.run(["bash", "-n", ".ci/run"], cwd=ROOT, check=True)
+
+
+def test_the_sessions_name_commands_that_exist() -> None:
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    named = set(re.findall(r'"numinous_tooling\.repo", "([\w-]+)"', noxfile))
+    assert named == {"lint", "release-check", "build", "new-package"}
+    for command in named:
+        with pytest.raises(SystemExit) as done:
+            repo_main.main([command, "--help"])
+        assert done.value.code == 0, command
