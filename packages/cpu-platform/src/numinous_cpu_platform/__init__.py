@@ -43,7 +43,7 @@ def serve_defaults(model: str | os.PathLike[str] | None = None) -> tuple[dict[st
         # 0.7 GB of KV cache for the default model; without a limit the engine takes most of the memory.
         "--max-total-tokens=16384",
         "--max-running-requests=16",
-        # A long prompt holds up running streams by one chunk: about 5 s on two cores.
+        # A long prompt holds up running streams by one chunk, seconds on two cores.
         "--chunked-prefill-size=1024",
         # Without it the scheduler polls, and takes a whole core from its client while it has nothing to do.
         "--sleep-on-idle",
