@@ -29,6 +29,7 @@ from numinous_tooling.patching.feature import Edit, Feature, Hook, Pin, Series
 from numinous_tooling.patching.journal import AppliedItem, DiskState, Item, Report, Status, Steps
 from numinous_tooling.patching.pins import digest_in, judge_pin, source_digest
 from numinous_tooling.patching.series import render_series
+from numinous_tooling.testing.forked import child, exit_status
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not on PATH")
 
@@ -653,25 +654,6 @@ def test_journal_without_digests_is_brought_up_to_date(tree: DirectoryTree) -> N
     assert "older numinous-tooling" in disk.unproven([ONE])[ONE.id]
     assert disk.apply([ONE]).written == ()
     assert disk.unproven([ONE]) == {}
-
-
-# Other processes
-
-
-def child(body: Callable[[], object]) -> int:
-    """Run in a forked process, which says by its exit status whether `body` returned."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return pid
-
-
-def exit_status(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # Death and failure at every step

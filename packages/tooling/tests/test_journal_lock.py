@@ -14,6 +14,7 @@ from numinous_tooling.patching.engine import DirectoryTree
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.patching.feature import Edit, Feature
 from numinous_tooling.patching.journal import DiskState, Steps
+from numinous_tooling.testing.forked import child, exit_status
 
 FILES = {"srt/a.py": b"a = 1\n", "srt/b.py": b"b = 1\n", "srt/c.py": b"c = 1\n"}
 
@@ -38,22 +39,6 @@ def tree(tmp_path: Path) -> DirectoryTree:
 
 def snapshot(tree: DirectoryTree) -> dict[str, bytes]:
     return {path: tree.read(path) for path in tree.files()}
-
-
-def child(body: Callable[[], object]) -> int:
-    """Run in a forked process, which says by its exit status whether `body` returned."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            body()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return pid
-
-
-def exit_status(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def refusal(command: Callable[[], object]) -> str:

@@ -112,8 +112,8 @@ def after_init_chunked_prefill(result: None, scheduler: Any) -> None:
 
     scheduler.numinous_decode_burst = DecodeBurst(
         steps=get_schedule().num_continuous_decode_steps,
-        max_wait_s=float(str(option_value(MAX_WAIT))) / 1000,
-        max_queue=int(str(option_value(MAX_QUEUE))),
+        max_wait_s=option_value(MAX_WAIT) / 1000,
+        max_queue=option_value(MAX_QUEUE),
         count=counters(FEATURE_ID),
     )
     _scheduler = scheduler

@@ -139,11 +139,11 @@ def prove_children(pids: Sequence[int]) -> None:
     for pid in pids:
         process = published.get(pid)
         if process is None:
-            _fail(f"engine process {pid} never booted numinous", "scheduler")
-            continue
+            raise SystemExit(f"numinous: engine process {pid} never booted numinous")
         needed = {feature.id for feature in _boot.features if process.role in feature.roles}
         if missing := needed - set(process.record["features"]):
-            _fail(f"{process.role} {pid} serves without {', '.join(sorted(missing))}", "scheduler")
+            absent = ", ".join(sorted(missing))
+            raise SystemExit(f"numinous: {process.role} {pid} serves without {absent}")
 
 
 def refusals_of(features: Sequence[Feature], command: ServeCommand) -> dict[str, list[str]]:
@@ -313,13 +313,3 @@ def _role() -> str:
             return role
         frame = frame.f_back  # type: ignore[assignment]
     return "main"
-
-
-def _reset_for_tests() -> None:
-    """Undo this process's installation and forget it."""
-    global _boot
-    if _boot is not None:
-        _boot.installation.undo()
-    _boot = None
-    for name in (DROPPED, RUN):
-        os.environ.pop(name, None)

@@ -181,25 +181,27 @@ def status_report(engine: str | None = None) -> tuple[dict[str, Any], int]:
         report["problems"] = [*problems, *undecided]
     except PatchError as error:
         report["problems"].append(str(error))
-    servers: dict[str, dict[str, Any]] = {}
+    servers: dict[str, list[counters.ProcessState]] = {}
     for process in counters.read_processes():
-        server = servers.setdefault(
-            process.run, {"run": process.run, "alive": False, "processes": [], "totals": {}}
-        )
-        server["alive"] = server["alive"] or process.alive
-        server["processes"].append(
-            {
-                "pid": process.pid,
-                "alive": process.alive,
-                "role": process.role,
-                "features": _names(process.record.get("features")),
-            }
-        )
-        for feature, values in process.totals.items():
-            mine = server["totals"].setdefault(feature, {})
-            for name, value in values.items():
-                mine[name] = mine.get(name, 0) + value
-    report["servers"] = [server for server in servers.values() if server["alive"]]
+        servers.setdefault(process.run, []).append(process)
+    report["servers"] = [
+        {
+            "run": run,
+            "alive": True,
+            "processes": [
+                {
+                    "pid": process.pid,
+                    "alive": process.alive,
+                    "role": process.role,
+                    "features": _names(process.record["features"]),
+                }
+                for process in processes
+            ],
+            "totals": counters.summed(processes),
+        }
+        for run, processes in servers.items()
+        if any(process.alive for process in processes)
+    ]
     return report, FAILS if report["problems"] else HOLDS
 
 

@@ -169,9 +169,10 @@ class FeatureCollector:
             labels=["feature", "role"],
         )
         found: dict[tuple[str, str], int] = {}
-        for process in counters.read_processes():
-            if process.run == run and process.alive:
-                for feature in process.record.get("features", ()):
+        processes = [process for process in counters.read_processes() if process.run == run]
+        for process in processes:
+            if process.alive:
+                for feature in process.record["features"]:
                     found[feature, process.role] = found.get((feature, process.role), 0) + 1
         for (feature, role), number in sorted(found.items()):
             places.add_metric([feature, role], number)
@@ -181,7 +182,7 @@ class FeatureCollector:
             "Calls that a feature served (engaged) or left to stock, by reason",
             labels=["feature", "outcome"],
         )
-        for feature, values in sorted(counters.read_totals(run=run).items()):
+        for feature, values in sorted(counters.summed(processes).items()):
             for counter, value in sorted(values.items()):
                 calls.add_metric([feature, counter], value)
         yield calls

@@ -20,12 +20,7 @@ def apply_report(names: Sequence[str], engine: str | None = None) -> tuple[dict[
     Returns:
         ({"done": lines, "problems": lines}, exit code): 0 in place, 1 does not fit (nothing written), 2 bad usage.
     """
-    try:
-        installed = installed_features()
-    except PatchError as error:
-        return {"done": [], "problems": [str(error)]}, 2
-    known = [feature for feature in installed if feature.on_disk]
-    chosen, problem = _chosen(names, known, installed)
+    chosen, known, problem = _chosen(names)
     if problem:
         return {"done": [], "problems": [problem]}, 2
 
@@ -48,12 +43,7 @@ def revert_report(
         return _report(engine, lambda state: state.revert(forget=forget), "reverted")
     if forget:
         return {"done": [], "problems": ["--forget goes with a revert of everything"]}, 2
-    try:
-        installed = installed_features()
-    except PatchError as error:
-        return {"done": [], "problems": [str(error)]}, 2
-    known = [feature for feature in installed if feature.on_disk]
-    chosen, problem = _chosen(names, known, installed)
+    chosen, known, problem = _chosen(names)
     if problem:
         return {"done": [], "problems": [problem]}, 2
     return _report(
@@ -61,21 +51,25 @@ def revert_report(
     )
 
 
-def _chosen(
-    names: Sequence[str], known: Sequence[Feature], installed: Sequence[Feature]
-) -> tuple[list[Feature], str | None]:
+def _chosen(names: Sequence[str]) -> tuple[list[Feature], list[Feature], str | None]:
+    """(features that the names mean, every feature with something on disk, what is wrong with the names)."""
+    try:
+        installed = installed_features()
+    except PatchError as error:
+        return [], [], str(error)
+    known = [feature for feature in installed if feature.on_disk]
     if not names:
-        return [], "name the features to apply; numinous features lists them"
+        return [], known, "name the features to apply; numinous features lists them"
     chosen: list[Feature] = []
     for name in names:
         found = [feature for feature in known if name in (feature.id, feature.word)]
         if not found:
             in_memory = [feature for feature in installed if feature.id == name]
             if in_memory:
-                return [], f"{name} changes no file; switch it on with {in_memory[0].flag}=1"
-            return [], f"no installed feature {name}; numinous features lists them"
+                return [], known, f"{name} changes no file; switch it on with {in_memory[0].flag}=1"
+            return [], known, f"no installed feature {name}; numinous features lists them"
         chosen.extend(feature for feature in found if feature not in chosen)
-    return chosen, None
+    return chosen, known, None
 
 
 def _report(

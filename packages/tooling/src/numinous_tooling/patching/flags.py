@@ -11,6 +11,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from .errors import PatchError
 from .feature import Feature, Option
@@ -93,7 +94,7 @@ def check_together(features: Iterable[Feature]) -> None:
                 )
 
 
-def option_value(option: Option, environ: Mapping[str, str] | None = None) -> object:
+def option_value(option: Option, environ: Mapping[str, str] | None = None) -> Any:
     """The value of one option: its variable if set, else its default. Raises PatchError for an illegal text."""
     environ = os.environ if environ is None else environ
     text = environ.get(option.name, "").strip()
