@@ -67,7 +67,7 @@ def gate(session: nox.Session) -> None:
 @per_package
 def test_cpu(session: nox.Session, package: str) -> None:
     """Run the tests of a package, on the CPU and with the real engine."""
-    extras = ("cli", "gate", "test")
+    extras = ("bench", "cli", "gate", "kernels", "test")
     python = _prepare(session, extras=dict.fromkeys(PROJECTS, extras), engine=True)
     _run(session, python, "-m", "pytest", f"packages/{package}/tests", *session.posargs)
 

@@ -4,7 +4,7 @@
 - *arrow*: inside a package hooks → engine → kernels → formats, never back;
 - *engine-import*: `sglang` is imported in `engine/` only, under TYPE_CHECKING too;
 - *torch-free*: hooks, `features.py` and `catalog.py` load without torch, triton, `engine/` and `kernels/`;
-- *stdlib-only*: the core of numinous-tooling loads with the standard library alone (everything but `cli`, `gate`, `numerics` and `testing`);
+- *stdlib-only*: the core of numinous-tooling loads with the standard library alone (everything but the rooms in `WITH_EXTRAS`);
 - *siblings*: a package imports itself and numinous-tooling, and the latter only if its pyproject.toml says so.
 """
 
@@ -23,12 +23,8 @@ ENGINE = "sglang"
 LAYERS = ("formats", "kernels", "engine", "hooks")  # each may import those before it
 DECLARATIONS = ("hooks", "features", "catalog")
 HEAVY = ("torch", "triton")
-WITH_EXTRAS = (
-    "cli",
-    "gate",
-    "numerics",
-    "testing",
-)  # rooms of numinous-tooling that may import third parties
+# Rooms of numinous-tooling that may import third parties.
+WITH_EXTRAS = ("bench", "cli", "compile", "device", "gate", "launch", "numerics", "testing")
 # `python -m numinous_tooling` is the command line.
 COMMAND = "__main__"
 
