@@ -24,7 +24,17 @@ LAYERS = ("formats", "kernels", "engine", "hooks")  # each may import those befo
 DECLARATIONS = ("hooks", "features", "catalog")
 HEAVY = ("torch", "triton")
 # Rooms of numinous-tooling that may import third parties.
-WITH_EXTRAS = ("bench", "cli", "compile", "device", "gate", "launch", "numerics", "testing")
+WITH_EXTRAS = (
+    "bench",
+    "cli",
+    "compile",
+    "device",
+    "gate",
+    "launch",
+    "numerics",
+    "scale_layouts",
+    "testing",
+)
 # `python -m numinous_tooling` is the command line.
 COMMAND = "__main__"
 
