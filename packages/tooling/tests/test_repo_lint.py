@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from numinous_tooling import evidence
 from numinous_tooling.repo import __main__ as command
 from numinous_tooling.repo import lint as rules
 from numinous_tooling.repo.checkout import Checkout, RepoError, find_checkout, import_name
@@ -19,6 +21,17 @@ README = "# a package\n\n" + "".join(f"## {heading}\n\ntext\n\n" for heading in 
 MODULE = SPDX + "\n"
 # In parts, so that this file keeps the rules that it tests.
 WORK, HOME, SCRATCH = ("/" + name + "/x" for name in ("work", "home", "tmp"))
+RECORD = dict.fromkeys(evidence.COMMON_FIELDS, "x") | {"package": "scheduler", "op": "burst"}
+
+
+def record(**fields: object) -> str:
+    """A line of evidence; its id is right unless it is given."""
+    made = RECORD | fields
+    return json.dumps(made | {"id": fields.get("id", evidence.record_id(made))}) + "\n"
+
+
+R1, R2 = record(n=1), record(n=2)
+TABLE = "<!-- evidence: scheduler/burst.jsonl columns=n -->\n| n |\n| --- |\n| 1 |\n| {} |\n<!-- /evidence -->\n"
 
 
 def write(root: Path, file: str, text: str) -> None:
@@ -43,7 +56,7 @@ def root(tmp_path: Path) -> Path:
     write(tmp_path, "noxfile.py", MODULE)
     write(tmp_path, "LICENSE", "licence\n")
     write(tmp_path, ".ci/run", "#!/bin/sh\n")
-    write(tmp_path, "evidence/scheduler/burst.jsonl", '{"id": "r1"}\n{"id": "r2"}\n')
+    write(tmp_path, "evidence/scheduler/burst.jsonl", R1 + R2)
     add_package(tmp_path, "tooling", dependencies="")
     add_package(tmp_path, "scheduler")
     add_package(tmp_path, "attention", dependencies="")
@@ -170,6 +183,18 @@ FAULTS = [
         4,
         "declared",
     ),
+    Fault("evidence", "evidence/nosuch/a.jsonl", R1, 1, "folder of no package"),
+    Fault("evidence", "evidence/scheduler/notes.md", "text\n", 1, "no record file"),
+    Fault("evidence", "evidence/a.jsonl", R1, 1, "under no package"),
+    Fault("evidence", "evidence/scheduler/b.jsonl", record(package="tooling"), 1, "other's"),
+    Fault("evidence", "evidence/scheduler/burst.jsonl", R1, 3, "twice"),
+    Fault("evidence", "evidence/scheduler/burst.jsonl", "{\n", 3, "no JSON"),
+    Fault("evidence", "evidence/scheduler/burst.jsonl", "[]\n", 3, "no object"),
+    Fault("evidence", "evidence/scheduler/burst.jsonl", record(n=3, id="x-1"), 3, "wrong id"),
+    Fault("evidence", "evidence/scheduler/burst.jsonl", record(speedup=2), 3, "ratio alone"),
+    Fault("evidence-table", "docs/a.md", TABLE.format(3), 5, "stale"),
+    Fault("evidence-table", "docs/a.md", TABLE.format(2)[:-9], 1, "not closed"),
+    Fault("evidence-table", "docs/a.md", TABLE.replace("columns", "cols"), 1, "unknown option"),
     # Packages.
     Fault("headings", "packages/scheduler/README.md", "## More\n", 27, "one too many"),
 ]
@@ -210,8 +235,9 @@ def test_allowed_imports(root: Path, file: str, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "records: evidence/scheduler/burst.jsonl, evidence/scheduler/burst.jsonl#r2.\n",
+        f"records: evidence/scheduler/burst.jsonl, evidence/scheduler/burst.jsonl#{json.loads(R2)['id']}.\n",
         "records lie in evidence/<package>/<operation>.jsonl\n",
+        TABLE.format(2),
         f"https://example.org{WORK} and some{SCRATCH}\n",
     ],
 )

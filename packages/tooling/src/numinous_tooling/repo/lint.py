@@ -3,7 +3,8 @@
 
 `root-files` and `layout` (nothing lies where it does not belong) · `file-names` (no drawer modules) · `spdx` ·
 `length` · `syntax` · `workplace` (no paths of somebody's machine) · `fill` (no unanswered question of the template) ·
-`headings`, `changelog`, `license` (what each package has) · `evidence` (named records exist).
+`headings`, `changelog`, `license` (what each package has) · `evidence` (named records exist, each record is complete) ·
+`evidence-table` (tables in documents are those of the records).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from numinous_tooling import evidence
 from numinous_tooling.repo.checkout import Checkout, Package, RepoError
 from numinous_tooling.repo.imports import check_imports
 
@@ -198,6 +200,47 @@ def _missing_record(checkout: Checkout, name: str, record: str | None) -> str | 
     return None if record in ids else f"evidence/{name} has no record with the id {record}"
 
 
+def check_evidence(checkout: Checkout) -> Iterator[Finding]:
+    """Every record is complete and lies under its package; every generated table is fresh."""
+    for file in checkout.files:
+        parts = PurePosixPath(file).parts
+        if parts[0] == "evidence":
+            if len(parts) != 3 or parts[1] not in checkout.packages or not file.endswith(".jsonl"):
+                said = "evidence/ holds <folder of packages/>/<op>.jsonl and nothing else"
+                yield Finding(file, 1, "evidence", said)
+                continue
+            yield from _check_records(checkout, file, parts[1])
+        elif file.endswith(".md") and not file.startswith(TEMPLATES):
+            text = checkout.text(file)
+            try:
+                fresh = evidence.render(text, checkout.root / "evidence")
+            except (OSError, ValueError, KeyError) as error:
+                yield Finding(file, 1, "evidence-table", str(error))
+                continue
+            if fresh != text:
+                pairs = zip(text.splitlines(), fresh.splitlines(), strict=False)
+                line = next((n for n, (a, b) in enumerate(pairs, 1) if a != b), 1)
+                said = f"differs from the records; run: python -m numinous_tooling.evidence {file}"
+                yield Finding(file, line, "evidence-table", said)
+
+
+def _check_records(checkout: Checkout, file: str, folder: str) -> Iterator[Finding]:
+    seen: dict[str, int] = {}
+    for number, line in enumerate(checkout.text(file).splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            yield Finding(file, number, "evidence", f"no JSON: {error}")
+            continue
+        problems = evidence.problems_of(record)
+        if not problems and record["package"] != folder:
+            problems = [f"a record of package {record['package']}"]
+        if not problems and (first := seen.setdefault(record["id"], number)) != number:
+            problems = [f"repeats line {first}"]
+        for said in problems:
+            yield Finding(file, number, "evidence", said)
+
+
 def check_packages(checkout: Checkout) -> Iterator[Finding]:
     """What every package has: six headings, a changelog and a version that agree, the licence."""
     for package in checkout.packages.values():
@@ -250,5 +293,6 @@ CHECKS: tuple[Callable[[Checkout], Iterator[Finding]], ...] = (
     check_places,
     check_python,
     check_text,
+    check_evidence,
     check_packages,
 )
