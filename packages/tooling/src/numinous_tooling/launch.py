@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, addressof, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p, sizeof
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 _CAPTURE_RELAXED = 2
 _CLUSTER, _PDL = 4, 6  # CUlaunchAttributeID; 0 is an entry that the driver ignores
 _SHARED_WITHOUT_OPT_IN = 48 * 1024
+_VALUES = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 
 
 class _Attribute(ctypes.Structure):
@@ -171,17 +172,37 @@ class _Driver:
 class _Frame:
     """Arguments of one launch in the form that the driver takes; used by one thread at a time."""
 
-    __slots__ = ("attributes", "config", "pointers", "reference", "slots", "values")
+    __slots__ = ("attributes", "config", "pointers", "reference", "shape", "slots", "values")
 
     def __init__(self, parameters: int) -> None:
         self.values = (ctypes.c_uint64 * parameters)()
-        first = ctypes.addressof(self.values)
+        first = addressof(self.values)
         self.slots = tuple(first + 8 * index for index in range(parameters))
         self.pointers = (c_void_p * parameters)(*self.slots)
         self.attributes = (_Attribute * 2)()
         self.attributes[0].value[0] = 1
-        self.config = _Config(attributes=ctypes.addressof(self.attributes))
+        self.config = _Config(attributes=addressof(self.attributes))
         self.reference = byref(self.config)
+        self.shape: tuple[Any, ...] = ()
+
+    def configure(
+        self,
+        grid: Sequence[int],
+        block: int,
+        shared: int,
+        stream: int,
+        pdl: bool,
+        cluster: Sequence[int] | None,
+    ) -> None:
+        """Write all but the arguments."""
+        config = self.config
+        config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
+        config.block_x, config.block_y, config.block_z = block, 1, 1
+        config.shared, config.stream = shared, stream
+        config.attribute_count = 2 if pdl or cluster else 0
+        self.attributes[0].id = _PDL if pdl else 0
+        self.attributes[1].id = _CLUSTER if cluster else 0
+        self.attributes[1].value[:3] = (*(cluster or ()), 1, 1, 1)[:3]
 
 
 class Kernel:
@@ -245,12 +266,13 @@ class Kernel:
         except IndexError:
             frame = _Frame(len(self.parameters))
         values, pointers, slots = frame.values, frame.pointers, frame.slots
-        for index, arg in enumerate(args):
-            size = self.parameters[index]
-            if isinstance(arg, ctypes._SimpleCData | ctypes.Structure | ctypes.Array):
-                pointers[index] = ctypes.addressof(arg)
-                if ctypes.sizeof(arg) != size:
-                    raise TypeError(self._misfit(index, f"{ctypes.sizeof(arg)} bytes"))
+        for index, size in enumerate(self.parameters):
+            arg = args[index]
+            # isinstance would ask a tensor for its __class__, which costs as much as the launch.
+            if issubclass(type(arg), _VALUES):
+                pointers[index] = addressof(arg)
+                if sizeof(arg) != size:
+                    raise TypeError(self._misfit(index, f"{sizeof(arg)} bytes"))
                 continue
             try:
                 values[index] = 0 if arg is None else arg.data_ptr()
@@ -259,23 +281,12 @@ class Kernel:
             pointers[index] = slots[index]
             if size != 8:
                 raise TypeError(self._misfit(index, "a pointer"))
-
-        config = frame.config
-        config.grid_x = grid[0]
-        config.grid_y = grid[1] if len(grid) > 1 else 1
-        config.grid_z = grid[2] if len(grid) > 2 else 1
-        config.block_x = block
-        config.block_y = config.block_z = 1
-        config.shared = shared
-        config.stream = stream
-        config.attribute_count = 0
-        if pdl or cluster:
-            config.attribute_count = 2
-            frame.attributes[0].id = _PDL if pdl else 0
-            frame.attributes[1].id = _CLUSTER if cluster else 0
-            for axis in range(3 if cluster else 0):
-                value = cluster[axis] if cluster and axis < len(cluster) else 1
-                frame.attributes[1].value[axis] = value
+        # Most launches differ from the one before in nothing but their arguments.
+        shape = (grid, block, shared, stream, pdl, cluster)
+        if frame.shape != shape:
+            frame.configure(*shape)
+            # Of tuples: a list could change under the comparison.
+            frame.shape = (tuple(grid), block, shared, stream, pdl, cluster and tuple(cluster))
         code = self._driver.launch(frame.reference, self._handle, pointers, None)
         if code == _INVALID_CONTEXT:
             self._driver.bind()
