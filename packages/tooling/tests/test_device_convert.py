@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions of `numinous_tooling.device.convert` against `numinous_tooling.numerics`, bit for bit.
+
+The same cases run in the Triton interpreter (a process of its own) and on a GPU where there is one: every bf16 value, every
+code, every fp32 within two ulps of a code, of a midpoint between codes and of a power of two, every fp32 exponent with special
+mantissas. Between those points the result of an encoder is constant. On a GPU all 2^32 values follow.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402 - after importorskip
+
+from numinous_tooling import numerics  # noqa: E402 - imports torch
+from numinous_tooling.device import convert  # noqa: E402 - imports triton
+from numinous_tooling.workbench import ARCHS, Implementation, Op, Traffic, case_id  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# numpy speaks up where the interpreter adds or divides a signalling NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+BLOCK = 2**14 if INTERPRETED else 2**11  # an interpreted program costs the same whatever its size
+INF, NAN = float("inf"), float("nan")
+
+# --- Kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def encode_kernel(
+    x_ptr,  # fp32 [n]
+    bf16_ptr,  # uint16 [n]
+    code_ptr,  # uint8 [rows of ENCODERS, n]
+    pair_ptr,  # uint8 [n / 2]
+    n,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    mask = at < n
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    tl.store(bf16_ptr + at, convert.encode_bf16(x, NATIVE), mask=mask)
+    row = code_ptr + at
+    tl.store(row, convert.encode_e4m3fn(x, NATIVE), mask=mask)
+    tl.store(row + n, convert.encode_e5m2(x, NATIVE), mask=mask)
+    tl.store(row + 2 * n, convert.encode_e2m1(x), mask=mask)
+    tl.store(row + 3 * n, convert.encode_ue8m0(x, True), mask=mask)
+    tl.store(row + 4 * n, convert.encode_ue8m0(x, False), mask=mask)
+    tl.store(row + 5 * n, convert.ue8m0_scale_ceil(x, 448.0), mask=mask)
+    tl.store(row + 6 * n, convert.ue8m0_scale_ceil(x, 6.0), mask=mask)
+    tl.store(row + 7 * n, convert.ue8m0_scale_floor(x, 8), mask=mask)
+    tl.store(row + 8 * n, convert.ue8m0_scale_floor(x, 2), mask=mask)
+    pair = first // 2 + tl.arange(0, BLOCK // 2)
+    in_pair = pair < n // 2
+    even = tl.load(x_ptr + 2 * pair, mask=in_pair, other=0.0)
+    odd = tl.load(x_ptr + 2 * pair + 1, mask=in_pair, other=0.0)
+    packed = convert.pack_nibbles(convert.encode_e2m1(even), convert.encode_e2m1(odd))
+    tl.store(pair_ptr + pair, packed, mask=in_pair)
+
+
+@triton.jit
+def decode_kernel(
+    bits_ptr,  # uint16 [n]
+    code_ptr,  # uint8 [n]
+    value_ptr,  # fp32 [rows of DECODERS, n]
+    nibble_ptr,  # uint8 [n, 2]
+    n,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    codes = tl.load(code_ptr + at, mask=mask, other=0)
+    row = value_ptr + at
+    tl.store(row, convert.decode_bf16(tl.load(bits_ptr + at, mask=mask, other=0)), mask=mask)
+    tl.store(row + n, convert.decode_e4m3fn(codes), mask=mask)
+    tl.store(row + 2 * n, convert.decode_e5m2(codes), mask=mask)
+    tl.store(row + 3 * n, convert.decode_e2m1(codes), mask=mask)
+    tl.store(row + 4 * n, convert.decode_ue8m0(codes), mask=mask)
+    even, odd = convert.unpack_nibbles(codes)
+    tl.store(nibble_ptr + 2 * at, even, mask=mask)
+    tl.store(nibble_ptr + 2 * at + 1, odd, mask=mask)
+
+
+# --- Cases and reference ----------------------------------------------------------------------------------------------
+
+ENCODERS = {
+    "e4m3fn": numerics.encode_e4m3fn,
+    "e5m2": numerics.encode_e5m2,
+    "e2m1": numerics.encode_e2m1,
+    "ue8m0_up": lambda x: numerics.encode_ue8m0(x, rounding="up"),
+    "ue8m0_down": lambda x: numerics.encode_ue8m0(x, rounding="down"),
+    "scale_ceil_448": lambda x: numerics.ue8m0_scale_ceil(x, element_max=448.0),
+    "scale_ceil_6": lambda x: numerics.ue8m0_scale_ceil(x, element_max=6.0),
+    "scale_floor_8": lambda x: numerics.ue8m0_scale_floor(x, element_emax=8),
+    "scale_floor_2": lambda x: numerics.ue8m0_scale_floor(x, element_emax=2),
+}
+DECODERS = {
+    "e4m3fn": numerics.decode_e4m3fn,
+    "e5m2": numerics.decode_e5m2,
+    "e2m1": numerics.decode_e2m1,
+    "ue8m0": numerics.decode_ue8m0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    inputs: str
+
+
+CASES = tuple(Case(name) for name in ("bf16", "boundaries", "exponents", "random", "codes"))
+
+
+def from_bits(bits):
+    """fp32 of int64 bit patterns."""
+    return (bits - 2**32 * (bits >> 31)).to(torch.int32).view(torch.float32)
+
+
+def boundaries():
+    """fp32 within two ulps of every code, midpoint between codes, overflow bound and power of two times 1, 448 or 6."""
+    points = [torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64)]
+    points += [points[0] * 448, points[0] * 6, torch.tensor([0.0, numerics.FLOAT32_MAX])]
+    for decode, last in ((numerics.decode_e4m3fn, 0x7E), (numerics.decode_e5m2, 0x7B)):
+        values = decode(torch.arange(last + 1, dtype=torch.uint8)).double()
+        over = 2 * values[-1:] - values[-2:-1]
+        points += [values, (values[1:] + values[:-1]) / 2, over, (over + values[-1:]) / 2]
+    values = torch.tensor(numerics.E2M1_VALUES, dtype=torch.float64)
+    points += [values, (values[1:] + values[:-1]) / 2, torch.tensor([7.0, 8.0])]
+    # bf16: its codes and midpoints have their own bits; all exponents, the ends and the middle of the mantissa.
+    half = torch.tensor([m << 15 for m in (1, 2, 3, 127, 128, 129, 253, 254, 255)])
+    exponents = torch.arange(255).unsqueeze(-1) << 23
+    points.append(from_bits((exponents + half).flatten()).double())
+    centre = torch.cat(points)
+    centre = centre[centre <= numerics.FLOAT32_MAX].float().view(torch.int32).long()
+    near = torch.cat([centre + step for step in (-2, -1, 0, 1, 2)]).clamp(0, 0x7F800000)
+    return from_bits(torch.cat([near, near + 2**31]).unique())
+
+
+def exponents():
+    """Every exponent of both signs with mantissas of few bits set or clear: among them ±0, subnormals, ±inf and NaN."""
+    few = [0, *(1 << b for b in range(23)), *(0x7FFFFF ^ 1 << b for b in range(23)), 0x7FFFFF]
+    mantissas = torch.tensor([*few, 0x555555, 0x2AAAAA, 0x600000, 0x600001, 0x5FFFFF])
+    return from_bits(((torch.arange(512) << 23).unsqueeze(-1) + mantissas).flatten())
+
+
+def make_inputs(case, seed, device):
+    if case.inputs == "codes":
+        bits = torch.arange(2**16, dtype=torch.int32)
+        inputs = {"bits": bits.to(torch.uint16), "codes": (bits & 0xFF).to(torch.uint8)}
+        return {name: tensor.to(device) for name, tensor in inputs.items()}
+    if case.inputs == "bf16":
+        x = from_bits(torch.arange(2**16) << 16)
+    elif case.inputs == "random":
+        generator = torch.Generator().manual_seed(seed)
+        x = from_bits(torch.randint(0, 2**32, (2**16,), generator=generator))
+    else:
+        x = {"boundaries": boundaries, "exponents": exponents}[case.inputs]()
+    return {"x": x[: len(x) // 2 * 2].to(device)}
+
+
+def reference(case, inputs):
+    if case.inputs == "codes":
+        values = {name: decode(inputs["codes"]) for name, decode in DECODERS.items()}
+        bf16 = inputs["bits"].view(torch.bfloat16).float()
+        return {"bf16": bf16, **values, "nibbles": numerics.unpack_nibbles(inputs["codes"])}
+    x = inputs["x"]
+    codes = {name: encode(x) for name, encode in ENCODERS.items()}
+    pairs = numerics.pack_nibbles(codes["e2m1"])
+    return {"bf16": x.bfloat16(), **codes, "pairs": pairs}
+
+
+def bits_of(tensor):
+    """The bits as int64, with one pattern for every NaN."""
+    if not tensor.is_floating_point():
+        return tensor.long()
+    whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return torch.where(tensor.isnan(), 2**40, tensor.view(whole).long())
+
+
+def compare(case, got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        have, should = bits_of(got[name]), bits_of(want[name])
+        assert have.shape == should.shape, f"{name}: shape {have.shape}, expected {should.shape}"
+        wrong = (have != should).nonzero().flatten()
+        if len(wrong):
+            at = int(wrong[0])
+            raise AssertionError(
+                f"{name}[{at}] of {case_id(case)} is {int(have[at]):#x}, expected {int(should[at]):#x}; {len(wrong)} differ"
+            )
+
+
+def run_kernels(case, inputs, native):
+    if case.inputs == "codes":
+        codes = inputs["codes"]
+        n = len(codes)
+        values = torch.full((1 + len(DECODERS), n), -1e30, device=codes.device)  # poison
+        nibbles = torch.full((n, 2), 0xA5, dtype=torch.uint8, device=codes.device)
+        grid = (triton.cdiv(n, BLOCK),)
+        decode_kernel[grid](inputs["bits"], codes, values, nibbles, n, BLOCK=BLOCK)
+        return {**dict(zip(("bf16", *DECODERS), values, strict=True)), "nibbles": nibbles.flatten()}
+    x = inputs["x"]
+    n = len(x)
+    assert n % 2 == 0
+    bf16 = torch.full((n,), -1e30, dtype=torch.bfloat16, device=x.device)
+    codes = torch.full((len(ENCODERS), n), 0xA5, dtype=torch.uint8, device=x.device)
+    pairs = torch.full((n // 2,), 0xA5, dtype=torch.uint8, device=x.device)
+    grid = (triton.cdiv(n, BLOCK),)
+    encode_kernel[grid](x, bf16.view(torch.uint16), codes, pairs, n, NATIVE=native, BLOCK=BLOCK)
+    return {"bf16": bf16, **dict(zip(ENCODERS, codes, strict=True)), "pairs": pairs}
+
+
+OP = Op(
+    name="convert",
+    package="tooling",
+    cases=CASES,
+    make_inputs=make_inputs,
+    reference=reference,
+    compare=compare,
+    traffic=lambda case: Traffic(bytes=0),  # nobody times this
+    implementations={
+        "bits": Implementation(
+            lambda case, inputs: run_kernels(case, inputs, False), interpret=True
+        ),
+        "native": Implementation(
+            lambda case, inputs: run_kernels(case, inputs, True),
+            archs=("sm90", "sm100", "sm103", "sm120"),
+            refuses=lambda case: "decoders have one path" if case.inputs == "codes" else None,
+        ),
+    },
+)
+
+# --- Interpreter and device -------------------------------------------------------------------------------------------
+
+
+def not_run(implementation, case):
+    """Why this does not run here, or None."""
+    if reason := implementation.refuses(case):
+        return reason
+    if INTERPRETED:
+        return None if implementation.interpret else "the interpreter has no such instruction"
+    if not torch.cuda.is_available():
+        return "device tier not run: no GPU; the interpreter runs in test_in_the_interpreter"
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
+    else:
+        arch = "sm{}{}".format(*torch.cuda.get_device_capability())
+    return None if arch in implementation.archs else f"not for {arch}"
+
+
+@pytest.mark.parametrize("name", OP.implementations)
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_equals_numerics(case, name):
+    implementation = OP.implementations[name]
+    if reason := not_run(implementation, case):
+        pytest.skip(reason)
+    inputs = make_inputs(case, 0, DEVICE)
+    got = implementation.run(case, inputs)
+    compare(case, got, reference(case, inputs))
+
+
+def half_up(x):
+    """Rounds ties away from zero."""
+    return torch.nextafter(x, x.sign() * INF)
+
+
+def half_down(x):
+    return torch.nextafter(x, x * 0)
+
+
+def no_negative_zero(x):
+    return x + 0.0
+
+
+def flushed(x):
+    """fp32 subnormals read as zero."""
+    return torch.where(x.abs() < 2.0**-126, x * 0.0, x)
+
+
+def negated_infinity(x):
+    return torch.where(x == INF, -INF, x)
+
+
+def nan_as_zero(x):
+    return x.nan_to_num(0.0, INF, -INF)
+
+
+FAULTS = {
+    half_up: ("bf16", "e4m3fn", "e5m2", "e2m1", "ue8m0_up", "scale_ceil_448", "pairs"),
+    half_down: ("bf16", "e4m3fn", "e5m2", "e2m1", "ue8m0_down", "scale_floor_8", "pairs"),
+    no_negative_zero: ("bf16", "e4m3fn", "e5m2", "e2m1", "pairs"),
+    flushed: ("bf16", "ue8m0_up"),
+    negated_infinity: ("bf16", "e4m3fn", "e5m2", "e2m1", "pairs"),
+    nan_as_zero: (*("bf16", "pairs"), *ENCODERS),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_faulty_conversion_is_seen(fault):
+    implementation = OP.implementations["bits"]
+    case = Case("exponents" if fault in (flushed, nan_as_zero, no_negative_zero) else "boundaries")
+    if reason := not_run(implementation, case):
+        pytest.skip(reason)
+    inputs = make_inputs(case, 0, DEVICE)
+    want = reference(case, inputs)
+    # What a conversion with that fault would give.
+    faulty = implementation.run(case, {"x": fault(inputs["x"])})
+    for name in FAULTS[fault]:
+        with pytest.raises(AssertionError, match=rf"^{name}\["):
+            compare(case, {**want, name: faulty[name]}, want)
+
+
+def test_a_flipped_bit_is_seen():
+    implementation = OP.implementations["bits"]
+    for case in (Case("bf16"), Case("codes")):
+        if reason := not_run(implementation, case):
+            pytest.skip(reason)
+        inputs = make_inputs(case, 0, DEVICE)
+        got, want = implementation.run(case, inputs), reference(case, inputs)
+        for name, tensor in got.items():
+            spoiled = tensor.clone()
+            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+            spoiled.view(whole)[5] ^= 1
+            with pytest.raises(AssertionError, match=rf"^{name}\[5\] .*; 1 differ$"):
+                compare(case, {**got, name: spoiled}, want)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="about a fault of the interpreter")
+@pytest.mark.parametrize("name", ["bf16", "e4m3fn", "e5m2"])
+def test_the_interpreters_own_casts_are_seen(name):
+    """When this fails the interpreter's casts have become right, or the cases too weak."""
+    case = Case("boundaries")
+    inputs = make_inputs(case, 0, DEVICE)
+    want = reference(case, inputs)
+    native = run_kernels(case, inputs, True)
+    with pytest.raises(AssertionError, match=rf"^{name}\["):
+        compare(case, {**want, name: native[name]}, want)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it starts this one")
+def test_in_the_interpreter():
+    """This file in a process whose kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # 5 cases, the faults, one flipped bit, three casts; `native` does not run there.
+    assert f"{len(CASES) + len(FAULTS) + 1 + 3} passed" in done.stdout, done.stdout
+
+
+def test_every_fp32_on_the_device():
+    """All 2^32 patterns: arithmetic against numerics, and the instructions against the arithmetic."""
+    case = Case("every fp32")
+    bits, native = OP.implementations["bits"], OP.implementations["native"]
+    if (
+        reason := "not in the interpreter: it would take an hour"
+        if INTERPRETED
+        else not_run(bits, case)
+    ):
+        pytest.skip(reason)
+    chunk = 2**24
+    for first in range(0, 2**32, chunk):
+        inputs = {"x": from_bits(torch.arange(first, first + chunk, device=DEVICE))}
+        got = bits.run(case, inputs)
+        compare(case, got, reference(case, inputs))
+        if not not_run(native, case):
+            compare(case, native.run(case, inputs), got)
+
+
+# --- Compilation ------------------------------------------------------------------------------------------------------
+
+POINTERS = {
+    "encode_kernel": {"x_ptr": "*fp32", "bf16_ptr": "*u16", "code_ptr": "*u8", "pair_ptr": "*u8"},
+    "decode_kernel": {"bits_ptr": "*u16", "code_ptr": "*u8", "value_ptr": "*fp32", "nibble_ptr": "*u8"},
+}  # fmt: skip
+NARROWING = ("cvt.rn.bf16x2.f32", "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32")
+
+
+def machine_text(kernel, arch, **constants):
+    """PTX or AMDGCN of a kernel, assembled to the end."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    nvidia = arch.startswith("sm")
+    target = GPUTarget("cuda", int(arch[2:]), 32) if nvidia else GPUTarget("hip", arch, 64)
+    signature = {**POINTERS[kernel.__name__], "n": "i32", **dict.fromkeys(constants, "constexpr")}
+    assert list(signature) == kernel.arg_names
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {(at,): [["tt.divisibility", 16]] for at in range(5)}
+    compiled = triton.compile(ASTSource(kernel, signature, values, aligned), target=target)
+    assert compiled.asm["cubin" if nvidia else "hsaco"]
+    return compiled.asm["ptx" if nvidia else "amdgcn"]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel has no machine code")
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles(arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    machine_text(decode_kernel, arch, BLOCK=BLOCK)
+    text = machine_text(encode_kernel, arch, NATIVE=False, BLOCK=BLOCK)
+    if arch == "gfx950":
+        # fp32 subnormals are kept, so additions and divisions are IEEE's.
+        assert ".amdhsa_float_denorm_mode_32 3" in text
+        assert "v_cvt_pk_bf16_f32" not in text
+        return
+    native = machine_text(encode_kernel, arch, NATIVE=True, BLOCK=BLOCK)
+    for instruction in NARROWING:
+        assert instruction in native
+        assert instruction not in text
+    assert "div.rn.f32" in text
+    assert ".ftz" not in text
