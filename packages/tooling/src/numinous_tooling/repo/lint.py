@@ -36,7 +36,15 @@ HEADINGS = (
     "Numbers and their records",
     "What we refuse",
 )
-ROOT_FILES = {"pyproject.toml", "noxfile.py", "README.md", "LICENSE", "NOTICE", ".gitignore"}
+ROOT_FILES = {
+    "pyproject.toml",
+    "conftest.py",
+    "noxfile.py",
+    "README.md",
+    "LICENSE",
+    "NOTICE",
+    ".gitignore",
+}
 ROOT_FOLDERS = {
     ".ci",
     "packages",

@@ -132,6 +132,10 @@ class Op:
         binaries: what is compiled for every architecture.
         oracle: the same in fp64, against which the reference itself is tested in tier ``ref``; its outputs are a
             subset of the reference's.
+        compare_oracle: ``compare_oracle(case, got, exact)``: how the reference is judged against the oracle; default:
+            `torch.testing.assert_close` at the tolerances of the reference's dtypes.
+        not_run: ``not_run(tier, case) -> reason`` where a case is left out of a tier (too large for the interpreter,
+            say), else None.
         bench_cases: what `numinous bench` times; default: all cases.
         bench_options: protocol choices of `numinous_tooling.bench` (for example ``{"l2": "cold"}``).
     """
@@ -147,6 +151,8 @@ class Op:
     peers: Mapping[str, Implementation] = field(default_factory=dict)
     binaries: Sequence[TritonBinary | SourceBinary] = ()
     oracle: Callable[[Any, Tensors], Tensors] | None = None
+    compare_oracle: Callable[[Any, Tensors, Tensors], None] | None = None
+    not_run: Callable[[str, Any], str | None] = lambda tier, case: None
     bench_cases: Sequence[Any] | None = None
     bench_options: Mapping[str, Any] = field(default_factory=dict)
 
