@@ -216,6 +216,35 @@ def test_without_saturation():
     assert torch.equal(numerics.encode_e5m2(x, saturate=False), want)
 
 
+def check_e4m3fnuz():
+    """E4M3FNUZ against torch: every code, every bf16 value, and fp32 within two ulps of a code or midpoint."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    decoded = numerics.decode_e4m3fnuz(codes)
+    same(decoded, codes.view(torch.float8_e4m3fnuz).float())
+    assert torch.equal(numerics.encode_e4m3fnuz(decoded), codes)
+    values = codes[:128].view(torch.float8_e4m3fnuz).float()
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([248.0, 256.0])])
+    near = [points]
+    for towards in (INF, -INF):
+        first = torch.nextafter(points, torch.tensor(towards))
+        near += [first, torch.nextafter(first, torch.tensor(towards))]
+    x = torch.cat([every_bf16(), *near, *(-tensor for tensor in near)])
+    unsaturated = x.to(torch.float8_e4m3fnuz).view(torch.uint8)
+    got = numerics.encode_e4m3fnuz(x, saturate=False)
+    assert torch.equal(got, unsaturated), "without saturation"
+    saturated = x.clamp(-240, 240).to(torch.float8_e4m3fnuz).view(torch.uint8)
+    assert torch.equal(numerics.encode_e4m3fnuz(x), saturated), "with saturation"
+
+
+def test_e4m3fnuz():
+    check_e4m3fnuz()
+    x = torch.tensor([-0.0, -(2.0**-11), -(2.0**-10), 240.0, 248.0, INF, -INF, NAN, -NAN])
+    want = [0x00, 0x00, 0x81, 0x7F, 0x7F, 0x7F, 0xFF, 0x80, 0x80]
+    assert numerics.encode_e4m3fnuz(x).tolist() == want
+    want[4:7] = [0x80] * 3
+    assert numerics.encode_e4m3fnuz(x, saturate=False).tolist() == want
+
+
 def ue8m0_inputs():
     powers = torch.tensor([2.0**e for e in range(-149, 128)], dtype=torch.float64).float()
     up, down = (
@@ -603,6 +632,38 @@ def test_fp8_rows_product():
     assert (product - a.double() @ b.double().T).abs().max() < 0.05
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 3.0e38])
+def test_fp8_tensor(scale):
+    x = torch.cat([gaussian(2, 40, seed=e, scale=2.0**e) for e in range(-12, 13, 4)]) * scale
+    scale = f32(scale)
+    for reciprocal in (False, True):
+        codes = numerics.quantize_fp8_tensor(x, scale, reciprocal=reciprocal)
+        assert codes.shape == x.shape
+        for value, code in zip(x.flatten().tolist(), codes.flatten().tolist(), strict=True):
+            scaled = f32(value * f32(1 / scale)) if reciprocal else f32(value / scale)
+            assert code == exact_encode(scaled, "e4m3fn"), f"{value!r}"
+        number = torch.tensor(scale)
+        want = numerics.decode_e4m3fn(codes) * number
+        same(numerics.dequantize_fp8(codes, number), want)
+        same(numerics.dequantize_fp8(codes, number.expand(len(x), 1)), want)
+
+
+def test_fp8_tensor_edges():
+    x = torch.tensor([[0.0, -0.0, INF], [-INF, NAN, 1e-45]])
+    want = [[0x00, 0x80, 0x7E], [0xFE, 0x7F, 0x00]]
+    for reciprocal in (False, True):
+        codes = numerics.quantize_fp8_tensor(x, torch.tensor([0.5]), reciprocal=reciprocal)
+        assert codes.tolist() == want  # a NaN is alone
+    assert numerics.quantize_fp8_tensor(x[:0], 1.0).shape == (0, 3)
+    # The two orders of arithmetic differ: the quotient is the tie 1.3125, to the even code, the product is above it.
+    close = torch.tensor(1.3125 * 15)
+    assert numerics.quantize_fp8_tensor(close, 15.0) == 0x3A
+    assert numerics.quantize_fp8_tensor(close, 15.0, reciprocal=True) == 0x3B
+    for bad in (0.0, -1.0, 1e-39, INF, NAN, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"one number in \[2\^-126, 2\^128\), got"):
+            numerics.quantize_fp8_tensor(x, bad)
+
+
 # --- Shapes and refusals ----------------------------------------------------------------------------------------------
 
 QUANTIZE = {
@@ -703,6 +764,22 @@ def test_a_faulty_encoder_is_seen(monkeypatch, name, fault):
         return
     with pytest.raises(AssertionError, match=name):
         check_encode(name, boundaries(name))
+
+
+def test_a_faulty_e4m3fnuz_is_seen(monkeypatch):
+    original, grid = numerics.encode_e4m3fnuz, numerics._E4M3FNUZ_GRID
+    for target, fault in (
+        ("encode_e4m3fnuz", half_up(original)),
+        ("encode_e4m3fnuz", flushed(original)),
+        ("encode_e4m3fnuz", lambda x, **kwargs: original(x.clamp(max=224), **kwargs)),
+        ("encode_e4m3fnuz", lambda x, **kwargs: numerics.encode_e4m3fn(2 * x, **kwargs)),
+        ("_E4M3FNUZ_GRID", numerics._magnitudes(4, 3)),
+        ("_E4M3FNUZ_GRID", (*grid[:-1], 239.0)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(numerics, target, fault)
+            with pytest.raises(AssertionError):
+                check_e4m3fnuz()
 
 
 NVFP4_FAULTS = {

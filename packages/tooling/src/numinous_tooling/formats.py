@@ -311,7 +311,7 @@ STOCK_FP8_NO_ROPE = RowFormat(
     stock=True,
     source=STOCK_FP8.source,
 )
-# e4m3fn on gfx950; gfx942 stores the fnuz variant in the same bytes, which nothing here decodes.
+# e4m3fn on gfx950; gfx942 stores the fnuz variant in the same bytes: `split` them and use numerics.decode_e4m3fnuz.
 STOCK_FP8_RAW = RowFormat(
     name="stock_fp8_raw",
     width=576,

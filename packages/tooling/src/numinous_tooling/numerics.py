@@ -2,13 +2,14 @@
 """Narrow number formats in torch: the specification that kernels are tested against, bit for bit.
 
 *Elements* (fp32 → one code per uint8, and back). Rounding is to nearest, ties to the even code; a code is the sign bit
-followed by the magnitude's bits, so -0 is a code of its own and survives; fp32 subnormals are not flushed.
+followed by the magnitude's bits, so -0 is a code of its own and survives (but in E4M3FNUZ); fp32 subnormals are not flushed.
 
 | format | largest | smallest | overflow and ±inf | NaN | source |
 |---|---|---|---|---|---|
 | E2M1 | 6 | 0.5 (subnormal) | ±6 | 0x7 (+6): it has no NaN | OCP MX v1.0; NaN as cuda_fp4.h, `cvt.rn.satfinite` |
 | E4M3FN | 448 | 2^-9 (subnormal) | ±448, or NaN with `saturate=False` | 0x7f | OCP FP8 1.0 |
 | E5M2 | 57344 | 2^-16 (subnormal) | ±57344, or ±inf with `saturate=False` | 0x7f | OCP FP8 1.0 |
+| E4M3FNUZ | 240 | 2^-10 (subnormal) | ±240, or NaN with `saturate=False` | 0x80, the only one: no -0 | gfx942; arXiv 2206.02915 |
 | UE8M0 | 2^127 | 2^-127, no zero | 2^127 | 0xff | OCP MX v1.0; sign ignored as `cvt.*.satfinite.ue8m0x2` |
 
 The sign of a NaN is dropped, as NVIDIA's conversions do (torch keeps it): compare kernels' NaN as NaN, not as bits.
@@ -36,6 +37,7 @@ import torch
 
 __all__ = [
     "E2M1_VALUES",
+    "E4M3FNUZ_MAX",
     "E4M3FN_MAX",
     "E5M2_MAX",
     "FP8_GROUP",
@@ -43,6 +45,7 @@ __all__ = [
     "NVFP4_BLOCK",
     "decode_e2m1",
     "decode_e4m3fn",
+    "decode_e4m3fnuz",
     "decode_e5m2",
     "decode_ue8m0",
     "dequantize_fp8",
@@ -50,6 +53,7 @@ __all__ = [
     "dequantize_nvfp4",
     "encode_e2m1",
     "encode_e4m3fn",
+    "encode_e4m3fnuz",
     "encode_e5m2",
     "encode_ue8m0",
     "matmul_fp8_rows",
@@ -57,6 +61,7 @@ __all__ = [
     "pack_nibbles",
     "quantize_fp8_group",
     "quantize_fp8_rows",
+    "quantize_fp8_tensor",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "ue8m0_scale_ceil",
@@ -72,6 +77,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by code."""
 E2M1_MAX, E2M1_EMAX = 6.0, 2
 E4M3FN_MAX = 448.0
+E4M3FNUZ_MAX = 240.0
 E5M2_MAX = 57344.0
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 
@@ -81,9 +87,12 @@ E4M3FN_TINY = 2.0**-9
 NVFP4_ZERO_RATIO = E4M3FN_TINY / 4  # at the smallest scale, 0.25 is a tie that goes to zero
 
 
-def _magnitudes(exponent_bits: int, mantissa_bits: int) -> tuple[float, ...]:
-    """Values of all codes without sign bit, special ones read as if they were numbers."""
-    bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
+def _magnitudes(
+    exponent_bits: int, mantissa_bits: int, bias: int | None = None
+) -> tuple[float, ...]:
+    """Values of all codes without sign bit, special ones read as if they were numbers; IEEE's bias where none is given."""
+    steps = 2**mantissa_bits
+    bias = 2 ** (exponent_bits - 1) - 1 if bias is None else bias
     subnormal = [m / steps * 2.0 ** (1 - bias) for m in range(steps)]
     normal = [
         (1 + m / steps) * 2.0 ** (e - bias)
@@ -94,10 +103,12 @@ def _magnitudes(exponent_bits: int, mantissa_bits: int) -> tuple[float, ...]:
 
 
 _E4M3FN_GRID = _magnitudes(4, 3)  # code 0x7f, here 480, is NaN
+_E4M3FNUZ_GRID = _magnitudes(4, 3, bias=8)  # all are numbers
 _E5M2_GRID = _magnitudes(5, 2)[:0x7D]  # code 0x7c, here 65536, is inf
 
 assert _magnitudes(2, 1) == E2M1_VALUES
 assert (_E4M3FN_GRID[0x7E], _E4M3FN_GRID[1], _E4M3FN_GRID[0x7F]) == (E4M3FN_MAX, E4M3FN_TINY, 480)
+assert (_E4M3FNUZ_GRID[0x7F], _E4M3FNUZ_GRID[1]) == (E4M3FNUZ_MAX, 2.0**-10)
 assert (_E5M2_GRID[0x7B], _E5M2_GRID[0x7C]) == (E5M2_MAX, 65536)
 
 
@@ -165,6 +176,28 @@ def encode_e4m3fn(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
 def decode_e4m3fn(codes: torch.Tensor) -> torch.Tensor:
     """fp32 values of E4M3FN codes; 0x7f and 0xff are NaN."""
     return _lookup(codes, _signed((*_E4M3FN_GRID[:0x7F], float("nan"))))
+
+
+def encode_e4m3fnuz(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
+    """E4M3FNUZ codes in uint8, in the shape of `x`: E4M3 with bias 8, no -0, and 0x80 for NaN.
+
+    Args:
+        x: fp32, bf16 or fp16; what rounds to zero gives 0 whatever its sign.
+        saturate: beyond 240 and ±inf give ±240; without it 248 (a tie) and more give NaN, as torch does.
+
+    The engine scales by 224 in place of 240 on gfx942.
+    """
+    grid = _E4M3FNUZ_GRID if saturate else (*_E4M3FNUZ_GRID, 256.0)
+    magnitude = _nearest(x, grid, 0, nan=0x80)
+    signed = torch.signbit(x) & (magnitude > 0) & (magnitude < 0x80)
+    return magnitude + 0x80 * signed.to(torch.uint8)
+
+
+def decode_e4m3fnuz(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 values of E4M3FNUZ codes; 0x80 is NaN."""
+    return _lookup(
+        codes, (*_E4M3FNUZ_GRID, float("nan"), *(-value for value in _E4M3FNUZ_GRID[1:]))
+    )
 
 
 def encode_e5m2(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
@@ -529,15 +562,37 @@ def quantize_fp8_rows(
     return quantize_fp8_group(x, group=x.shape[-1], amax_floor=amax_floor, reciprocal=reciprocal)
 
 
+def quantize_fp8_tensor(
+    x: torch.Tensor, scale: torch.Tensor | float, *, reciprocal: bool = False
+) -> torch.Tensor:
+    """E4M3FN under one scale known beforehand (static, from a checkpoint's `input_scale`): codes in uint8, in the shape of `x`.
+
+    Elements saturate at ±448. Nothing is shared between elements, so a NaN makes its own code 0x7f and no other.
+
+    Args:
+        x: any shape.
+        scale: one positive fp32 number, not subnormal; ValueError else.
+        reciprocal: x × (1 / scale), both rounded, as the engine's per-tensor kernels, in place of x / scale.
+    """
+    number: torch.Tensor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    if number.numel() != 1 or not 2.0**-126 <= float(number) <= FLOAT32_MAX:
+        raise ValueError(f"scale is one number in [2^-126, 2^128), got {number.tolist()}")
+    number = number.reshape(())
+    scaled = _as_float32(x) * (1.0 / number) if reciprocal else _as_float32(x) / number
+    return encode_e4m3fn(scaled)
+
+
 def dequantize_fp8(
     codes: torch.Tensor, scales: torch.Tensor, *, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """E4M3FN codes [..., K] and scales [..., n] of K / n neighbours each → [..., K] in `dtype`.
 
-    Scales are fp32, or UE8M0 codes where their dtype is uint8. The product is rounded to fp32, then to `dtype`; with UE8M0 it
+    Scales are fp32, or UE8M0 codes where their dtype is uint8; a scale without dimensions is that of the whole tensor. The product is rounded to fp32, then to `dtype`; with UE8M0 it
     is exact in both fp32 and bf16 as far as it is in range.
     """
     scale = decode_ue8m0(scales) if scales.dtype == torch.uint8 else _as_float32(scales)
+    if scale.ndim == 0:
+        return (decode_e4m3fn(codes) * scale).to(dtype)
     return _scaled(decode_e4m3fn(codes), scale, "FP8").to(dtype)
 
 

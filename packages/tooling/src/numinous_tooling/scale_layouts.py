@@ -12,9 +12,9 @@ A = M rounded up to a multiple of 4, so that a column starts at a multiple of 16
 (experts) come before the columns: an expert's scales are one piece of A × columns elements.
 
 *Padding.* Rows M … A - 1 of a column belong to no token, and bytes of the last packed column from G on to no group. Here
-all of them are 0: 2^-127 as a UE8M0 code, so never NaN. The engine and DeepGEMM write 0 into the bytes beyond G as well; what
-they leave in the rows beyond M is whatever was there, because a GEMM's results of those rows are never stored. So a kernel
-that is compared with these functions bit for bit is compared with `with_padding` only where it promises to write there.
+all of them are 0: 2^-127 as a UE8M0 code, so never NaN. The engine and DeepGEMM write 0 into the bytes beyond G as well. The
+rows beyond M the engine leaves as allocated, unless it pads the activations too, and then it writes 0. So a kernel that promises
+more than its M rows is compared through `with_padding`, stock by the M rows alone.
 
 Sources: DeepGEMM 0.2 `deep_gemm/utils/layout.py` and `impls/smxx_layout.cuh`; SGLang 0.5.20
 `kernels/jit/csrc/gemm/per_token_group_quant.cuh` and `kernels/ops/quantization/fp8_kernel.py`.
