@@ -246,6 +246,21 @@ def gate(context: typer.Context) -> None:
     raise typer.Exit(gate_main(context.args))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def bench(context: typer.Context) -> None:
+    """Time ops against their peers, after a correctness gate (see `numinous bench --help`)."""
+    try:
+        from .bench.__main__ import main as bench_main
+    except ModuleNotFoundError as missing:
+        raise PatchError(
+            f"{missing.name} is not installed; run: pip install 'numinous-tooling[bench,kernels]'"
+        ) from missing
+    raise typer.Exit(bench_main(context.args))
+
+
 def _finish(result: tuple[dict[str, Any], int], as_json: bool) -> None:
     report, code = result
     if as_json:

@@ -96,10 +96,27 @@ def machine() -> dict[str, Any]:
     }
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return commit and cleanness of the checkout that holds `folder`; None outside one or before a first commit."""
+def driver_version() -> str | None:
+    """Return the version of the GPU driver (NVIDIA, AMD); None where there is none or it does not say."""
+    if shutil.which("nvidia-smi"):
+        text = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        if text:
+            return text.splitlines()[0].strip()
+    try:
+        return Path("/sys/module/amdgpu/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def git_state(folder: Path, *pathspec: str) -> dict[str, Any] | None:
+    """Return commit and cleanness of the checkout that holds `folder`; None outside one or before a first commit.
+
+    Args:
+        folder: anywhere inside it.
+        pathspec: what may be unclean, as git writes it; none: everything.
+    """
     commit = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if not commit:
         return None
-    changes = _output(["git", "-C", str(folder), "status", "--porcelain"])
+    changes = _output(["git", "-C", str(folder), "status", "--porcelain", "--", *pathspec])
     return {"commit": commit, "dirty": bool(changes)}

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``numinous bench``: time ops against their peers, after a correctness gate, and record the figures.
+
+Exit codes: 0 holds; 1 the gate is red, or ours is slower than --against beyond the noise; 2 undecided or bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from numinous_tooling import evidence
+from numinous_tooling.bench import against
+from numinous_tooling.bench.protocol import SAMPLES, BadUsage, Result, bench_op, select_cases
+from numinous_tooling.workbench import Op
+from numinous_tooling.workbench.discover import NoSuchOp, declared_ops, load_op
+
+EXTRA = "run: pip install 'numinous-tooling[bench]'"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except (BadUsage, NoSuchOp, FileNotFoundError, ValueError) as error:
+        print(f"numinous bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="numinous bench",
+        description=(__doc__ or "").partition(": ")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help="name in a catalogue, or module:OP (default: all)")
+    add("--case", action="append", default=[], metavar="GLOB", help="cases by id; repeatable")
+    add("--provider", action="append", default=[], metavar="GLOB", help="providers; repeatable")
+    add("--samples", type=int, default=SAMPLES, metavar="N", help="counted rounds (%(default)s)")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tests the path, no more")
+    add("--arch", metavar="ARCH", help="refuse (exit 2) a device that is not this one, e.g. sm90")
+    add("--evidence", action="store_true", help="append records to evidence/<package>/<op>.jsonl")
+    add(
+        "--against", metavar="WHAT", help="provider of this run, or id of a record: alarm if slower"
+    )
+    add("--show", metavar="ID", help="show the recorded run that holds this record; time nothing")
+    add("--plot", type=Path, metavar="DIR", help="write SVG figures")
+    add("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    _demand(options)
+    if options.show:
+        if options.ops or options.evidence or options.against:
+            raise BadUsage("--show times nothing: leave out OP, --evidence and --against")
+        records = against.recorded_run(evidence.find_evidence(Path.cwd()), options.show)
+        return _finish(options, records, Result(), [])
+    ops = {name: load_op(name) for name in options.ops or declared_ops()}
+    if not ops:
+        raise BadUsage("no catalogue lists an op; name one as module:OP")
+    records, result = _measure(options, ops)
+    rows = _compare(options.against, records) if options.against and not result.red else []
+    if options.evidence and not result.red:
+        folder = evidence.find_evidence(Path.cwd())
+        for op in ops.values():
+            own = [record for record in records if record["op"] == op.name]
+            evidence.append(folder / op.package / f"{op.name}.jsonl", own)
+    return _finish(options, records, result, rows)
+
+
+def _demand(options: argparse.Namespace) -> None:
+    """What is missing is said before anything is measured."""
+    wanted = [("rich", not options.json), ("matplotlib", options.plot is not None)]
+    for name, needed in wanted:
+        if needed and importlib.util.find_spec(name) is None:
+            instead = ", or print --json" if name == "rich" else ", or leave --plot out"
+            raise BadUsage(f"{name} is not installed; {EXTRA}{instead}")
+    if options.evidence:
+        evidence.find_evidence(Path.cwd())
+
+
+def _measure(
+    options: argparse.Namespace, ops: Mapping[str, Op]
+) -> tuple[list[dict[str, Any]], Result]:
+    from numinous_tooling.bench.clocks import CpuClock, CudaClock
+    from numinous_tooling.bench.facts import COMMIT, package_version, run_facts
+    from numinous_tooling.bench.roofs import measure_roofs
+
+    cases = {op.name: select_cases(op, options.case) for op in ops.values()}
+    try:
+        clock = CpuClock() if options.device == "cpu" else CudaClock()
+    except RuntimeError as error:
+        raise BadUsage(f"{error}; --device cpu tests the path") from error
+    if options.arch and options.arch != clock.arch:
+        raise BadUsage(f"this device is {clock.arch}, not {options.arch}")
+    facts = run_facts(clock, os.environ)
+    if options.evidence and facts["commit"] is None:
+        raise BadUsage(f"--evidence wants a commit: run in the repository, or set {COMMIT}")
+    total, everything = Result(), []
+    with _progress(sum(map(len, cases.values()))) as progress:
+        units = {op.traffic(case).unit for op in ops.values() for case in cases[op.name]}
+        roof = measure_roofs(clock, units)
+        clock.release()
+        for name, op in ops.items():
+            version = package_version(op)
+            result = bench_op(
+                op,
+                clock,
+                version=version,
+                roof=roof,
+                cases=cases[op.name],
+                providers=options.provider,
+                samples=options.samples,
+                progress=progress,
+            )
+            total.red += result.red
+            total.not_run += result.not_run
+            own = {"package": op.package, "version": version, "command": _command(options, name)}
+            everything += [{**row, **own, **facts} for row in result.measured]
+    # One gate over the run: where an op is wrong, its neighbours' figures are not the news.
+    records = [] if total.red else everything
+    return [{"id": evidence.record_id(record), **record} for record in records], total
+
+
+def _command(options: argparse.Namespace, op: str) -> str:
+    """What measures the same again."""
+    words = ["numinous", "bench", op]
+    for flag in ("case", "provider"):
+        words += [word for glob in getattr(options, flag) for word in (f"--{flag}", glob)]
+    if options.samples != SAMPLES:
+        words += ["--samples", str(options.samples)]
+    if options.device == "cpu":
+        words += ["--device", "cpu"]
+    return shlex.join(words)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda case: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("roofs", total=total)
+        yield lambda case: bar.update(task, advance=1, description=case)
+
+
+def _compare(wanted: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    if any(record["provider"] == wanted for record in records):
+        return against.against_provider(records, wanted)
+    run = against.recorded_run(evidence.find_evidence(Path.cwd()), wanted)
+    return against.against_run(records, run)
+
+
+def _finish(
+    options: argparse.Namespace,
+    records: Sequence[dict[str, Any]],
+    result: Result,
+    rows: Sequence[dict[str, Any]],
+) -> int:
+    code = 1 if result.red else 0
+    if not result.red:
+        if options.against:
+            code = against.exit_code(rows)
+        elif not records:
+            print("numinous bench: nothing was timed", file=sys.stderr)
+            code = 2
+    written = []
+    if options.plot and records:
+        from numinous_tooling.bench.plots import draw
+
+        written = [str(path) for path in draw(records, options.plot)]
+    if options.json:
+        report = {
+            "records": list(records),
+            "red": result.red,
+            "not_run": result.not_run,
+            "against": list(rows),
+            "plots": written,
+        }
+        print(json.dumps(report, indent=2))
+    else:
+        _print(records, result, rows, written)
+    return code
+
+
+def _print(
+    records: Sequence[dict[str, Any]],
+    result: Result,
+    rows: Sequence[dict[str, Any]],
+    written: Sequence[str],
+) -> None:
+    from rich.console import Console
+
+    from numinous_tooling.bench.report import roof_line, table
+
+    out = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+    for name in dict.fromkeys(record["op"] for record in records):
+        out.print(table([record for record in records if record["op"] == name]))
+    lines = [roof_line(records[0]["roof"])] if records else []
+    if not all(record["agrees"] for record in records):
+        lines.append("* differs from the reference:")
+        lines += [f"  {r['case']} {r['provider']}: {r['gate']}" for r in records if not r["agrees"]]
+    if not all(record["settled"] for record in records):
+        lines.append("~ the medians had not come to rest after the warm-up")
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in result.not_run:
+        reasons.setdefault((row["provider"], row["reason"]), []).append(row["case"])
+    for (provider, reason), cases in reasons.items():
+        lines.append(f"not run: {provider}: {reason} ({len(cases)} cases: {', '.join(cases)})")
+    lines += [f"gate red, nothing is shown or recorded: {said}" for said in result.red]
+    for row in rows:
+        base = f" against {row['base']} {row['base_us']:.2f} µs" if "base" in row else ""
+        lines.append(
+            f"{row['word']}: {row['case']} {row['provider']} {row['median_us']:.2f} µs{base}: {row['reason']}"
+        )
+    lines += [f"figure: {path}" for path in written]
+    for line in lines:
+        out.print(line, markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
