@@ -106,7 +106,7 @@ class TierReport:
                 "archs": wanted.archs if wanted.archs_named else None,
                 "full": wanted.full,
             },
-            "device": device and {"arch": device.arch, "name": device.name or device.missing},
+            "device": device and vars(device),
             "versions": {"python": platform.python_version(), **_versions()},
             "tiers": self.counts(),
             "without_tier": dict(self.others),
