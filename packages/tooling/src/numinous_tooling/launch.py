@@ -433,7 +433,7 @@ def _machine_code(package: str, binary: SourceBinary, capability: tuple[int, int
             raise RuntimeError(f"{package}: {error}") from None
     shipping = sorted(
         path.parent.name
-        for path in (module / shipped.FOLDER).glob("*/manifest.json")
+        for path in (module / shipped.FOLDER).glob(f"*/{shipped.MANIFEST}")
         if binary.name in shipped.manifest(module, path.parent.name)
     )
     raise RuntimeError(

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def key(inputs: Any) -> str:
 def kept(key: str, make: Callable[[Path], None]) -> Path:
     """The folder of `key`; where there is none, `make(empty folder)` fills it once, also with several processes.
 
-    What `make` raises passes through and leaves nothing behind.
+    What `make` raises passes through and leaves nothing behind. Its file ``seconds`` says how long `make` took.
     """
     base = folder()
     base.mkdir(parents=True, exist_ok=True)
@@ -40,9 +41,16 @@ def kept(key: str, make: Callable[[Path], None]) -> Path:
         if not done.is_dir():
             scratch = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", dir=base))
             try:
+                start = time.perf_counter()
                 make(scratch)
+                (scratch / "seconds").write_text(f"{time.perf_counter() - start:.3f}")
                 scratch.rename(done)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     (base / f"{key}.lock").unlink(missing_ok=True)
     return done
+
+
+def seconds(*folders: Path) -> float:
+    """How long it took to make them."""
+    return sum(float((folder / "seconds").read_text()) for folder in folders)

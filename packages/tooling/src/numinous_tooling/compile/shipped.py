@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = "binaries"
+FOLDER, MANIFEST = "binaries", "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Shipped:
 
 def manifest(module: Path, arch: str) -> dict[str, Shipped]:
     """Name -> row of what the package of folder `module` ships for an architecture; empty where it ships nothing."""
-    path = module / FOLDER / arch / "manifest.json"
+    path = module / FOLDER / arch / MANIFEST
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))
