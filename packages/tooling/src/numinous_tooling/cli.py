@@ -261,6 +261,29 @@ def bench(context: typer.Context) -> None:
     raise typer.Exit(bench_main(context.args))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def roofline(context: typer.Context) -> None:
+    """Floor of an op, or ceiling of a model, on each GPU (see `numinous roofline --help`)."""
+    from .roofline.command import roofline as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command(
+    name="bytes",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def bytes_(context: typer.Context) -> None:
+    """Memory and byte model of a model's config.json (see `numinous bytes --help`)."""
+    from .roofline.command import bytes_ as run
+
+    raise typer.Exit(run(context.args))
+
+
 def _finish(result: tuple[dict[str, Any], int], as_json: bool) -> None:
     report, code = result
     if as_json:
