@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversions of `numinous_tooling.device.convert` against `numinous_tooling.numerics`, bit for bit.
 
-The same cases run in the Triton interpreter (a process of its own) and on a GPU where there is one: every bf16 value, every
+The same cases run in the Triton interpreter and on the GPU: every bf16 value, every
 code, every fp32 within two ulps of a code, of a midpoint between codes and of a power of two, every fp32 exponent with special
 mantissas. Between those points the result of an encoder is constant. On a GPU all 2^32 values follow.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +19,18 @@ import triton.language as tl  # noqa: E402 - after importorskip
 
 from numinous_tooling import numerics  # noqa: E402 - imports torch
 from numinous_tooling.device import convert  # noqa: E402 - imports triton
-from numinous_tooling.workbench import ARCHS, Implementation, Op, Traffic, case_id  # noqa: E402
+from numinous_tooling.testing.interpreter import interpreting  # noqa: E402
+from numinous_tooling.testing.kernels import KernelTests, check_planted_faults  # noqa: E402
+from numinous_tooling.testing.tiers import wrong_arch  # noqa: E402
+from numinous_tooling.workbench import Implementation, Op, Traffic, case_id  # noqa: E402
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+CPU = torch.device("cpu")
 # numpy speaks up where the interpreter adds or divides a signalling NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
-BLOCK = 2**14 if INTERPRETED else 2**11  # an interpreted program costs the same whatever its size
+BLOCK = (
+    2**14 if interpreting() else 2**11
+)  # an interpreted program costs the same whatever its size
 INF, NAN = float("inf"), float("nan")
 
 # --- Kernels ----------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Case:
     inputs: str
 
 
-CASES = tuple(Case(name) for name in ("bf16", "boundaries", "exponents", "random", "codes"))
+CASES = tuple(Case(name) for name in ("random", "bf16", "boundaries", "exponents", "codes"))
 
 
 def from_bits(bits):
@@ -162,10 +162,10 @@ def make_inputs(case, seed, device):
         x = from_bits(torch.arange(2**16) << 16)
     elif case.inputs == "random":
         generator = torch.Generator().manual_seed(seed)
-        x = from_bits(torch.randint(0, 2**32, (2**16,), generator=generator))
+        x = from_bits(torch.randint(0, 2**32, (2**12,), generator=generator))
     else:
         x = {"boundaries": boundaries, "exponents": exponents}[case.inputs]()
-    return {"x": x[: len(x) // 2 * 2].to(device)}
+    return {"x": torch.nn.functional.pad(x, (0, len(x) % 2)).to(device)}  # whole pairs
 
 
 def reference(case, inputs):
@@ -177,6 +177,23 @@ def reference(case, inputs):
     codes = {name: encode(x) for name, encode in ENCODERS.items()}
     pairs = numerics.pack_nibbles(codes["e2m1"])
     return {"bf16": x.bfloat16(), **codes, "pairs": pairs}
+
+
+def oracle(case, inputs):
+    """The same by torch's own types, where it has them."""
+    if case.inputs == "codes":
+        types = {
+            "e4m3fn": torch.float8_e4m3fn,
+            "e5m2": torch.float8_e5m2,
+            "ue8m0": torch.float8_e8m0fnu,
+        }
+        return {name: inputs["codes"].view(dtype).float() for name, dtype in types.items()}
+    x, codes = inputs["x"], {}
+    for name, dtype in (("e4m3fn", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+        limit = torch.finfo(dtype).max
+        cast = x.clamp(-limit, limit).to(dtype).view(torch.uint8)
+        codes[name] = torch.where(x.isnan(), 0x7F, cast)  # torch keeps the sign of a NaN
+    return codes
 
 
 def bits_of(tensor):
@@ -227,6 +244,8 @@ OP = Op(
     make_inputs=make_inputs,
     reference=reference,
     compare=compare,
+    oracle=oracle,
+    compare_oracle=compare,
     traffic=lambda case: Traffic(bytes=0),  # nobody times this
     implementations={
         "bits": Implementation(
@@ -241,32 +260,6 @@ OP = Op(
 )
 
 # --- Interpreter and device -------------------------------------------------------------------------------------------
-
-
-def not_run(implementation, case):
-    """Why this does not run here, or None."""
-    if reason := implementation.refuses(case):
-        return reason
-    if INTERPRETED:
-        return None if implementation.interpret else "the interpreter has no such instruction"
-    if not torch.cuda.is_available():
-        return "device tier not run: no GPU; the interpreter runs in test_in_the_interpreter"
-    if torch.version.hip:
-        arch = torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0]
-    else:
-        arch = "sm{}{}".format(*torch.cuda.get_device_capability())
-    return None if arch in implementation.archs else f"not for {arch}"
-
-
-@pytest.mark.parametrize("name", OP.implementations)
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_equals_numerics(case, name):
-    implementation = OP.implementations[name]
-    if reason := not_run(implementation, case):
-        pytest.skip(reason)
-    inputs = make_inputs(case, 0, DEVICE)
-    got = implementation.run(case, inputs)
-    compare(case, got, reference(case, inputs))
 
 
 def half_up(x):
@@ -305,76 +298,42 @@ FAULTS = {
 }
 
 
+@pytest.mark.tier("interpret")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_faulty_conversion_is_seen(fault):
-    implementation = OP.implementations["bits"]
     case = Case("exponents" if fault in (flushed, nan_as_zero, no_negative_zero) else "boundaries")
-    if reason := not_run(implementation, case):
-        pytest.skip(reason)
-    inputs = make_inputs(case, 0, DEVICE)
+    inputs = make_inputs(case, 0, CPU)
     want = reference(case, inputs)
     # What a conversion with that fault would give.
-    faulty = implementation.run(case, {"x": fault(inputs["x"])})
+    faulty = run_kernels(case, {"x": fault(inputs["x"])}, False)
     for name in FAULTS[fault]:
         with pytest.raises(AssertionError, match=rf"^{name}\["):
             compare(case, {**want, name: faulty[name]}, want)
 
 
-def test_a_flipped_bit_is_seen():
-    implementation = OP.implementations["bits"]
-    for case in (Case("bf16"), Case("codes")):
-        if reason := not_run(implementation, case):
-            pytest.skip(reason)
-        inputs = make_inputs(case, 0, DEVICE)
-        got, want = implementation.run(case, inputs), reference(case, inputs)
-        for name, tensor in got.items():
-            spoiled = tensor.clone()
-            whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-            spoiled.view(whole)[5] ^= 1
-            with pytest.raises(AssertionError, match=rf"^{name}\[5\] .*; 1 differ$"):
-                compare(case, {**got, name: spoiled}, want)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="about a fault of the interpreter")
+@pytest.mark.tier("interpret")
 @pytest.mark.parametrize("name", ["bf16", "e4m3fn", "e5m2"])
 def test_the_interpreters_own_casts_are_seen(name):
     """When this fails the interpreter's casts have become right, or the cases too weak."""
     case = Case("boundaries")
-    inputs = make_inputs(case, 0, DEVICE)
+    inputs = make_inputs(case, 0, CPU)
     want = reference(case, inputs)
     native = run_kernels(case, inputs, True)
     with pytest.raises(AssertionError, match=rf"^{name}\["):
         compare(case, {**want, name: native[name]}, want)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="it starts this one")
-def test_in_the_interpreter():
-    """This file in a process whose kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    # 5 cases, the faults, one flipped bit, three casts; `native` does not run there.
-    assert f"{len(CASES) + len(FAULTS) + 1 + 3} passed" in done.stdout, done.stdout
-
-
-def test_every_fp32_on_the_device():
-    """All 2^32 patterns: arithmetic against numerics, and the instructions against the arithmetic."""
-    case = Case("every fp32")
-    bits, native = OP.implementations["bits"], OP.implementations["native"]
-    if (
-        reason := "not in the interpreter: it would take an hour"
-        if INTERPRETED
-        else not_run(bits, case)
-    ):
-        pytest.skip(reason)
-    chunk = 2**24
+@pytest.mark.tier("device")
+def test_every_fp32(gpu):
+    """All 2^32 patterns: the arithmetic against numerics, and NVIDIA's instructions against the arithmetic."""
+    case, chunk = Case("every fp32"), 2**24
+    native = not wrong_arch(OP.implementations["native"].archs)
     for first in range(0, 2**32, chunk):
-        inputs = {"x": from_bits(torch.arange(first, first + chunk, device=DEVICE))}
-        got = bits.run(case, inputs)
+        inputs = {"x": from_bits(torch.arange(first, first + chunk, device=gpu))}
+        got = run_kernels(case, inputs, False)
         compare(case, got, reference(case, inputs))
-        if not not_run(native, case):
-            compare(case, native.run(case, inputs), got)
+        if native:
+            compare(case, run_kernels(case, inputs, True), got)
 
 
 # --- Compilation ------------------------------------------------------------------------------------------------------
@@ -402,20 +361,27 @@ def machine_text(kernel, arch, **constants):
     return compiled.asm["ptx" if nvidia else "amdgcn"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="an interpreted kernel has no machine code")
-@pytest.mark.parametrize("arch", ARCHS)
-def test_compiles(arch, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    machine_text(decode_kernel, arch, BLOCK=BLOCK)
-    text = machine_text(encode_kernel, arch, NATIVE=False, BLOCK=BLOCK)
-    if arch == "gfx950":
-        # fp32 subnormals are kept, so additions and divisions are IEEE's.
-        assert ".amdhsa_float_denorm_mode_32 3" in text
-        assert "v_cvt_pk_bf16_f32" not in text
-        return
-    native = machine_text(encode_kernel, arch, NATIVE=True, BLOCK=BLOCK)
-    for instruction in NARROWING:
-        assert instruction in native
-        assert instruction not in text
-    assert "div.rn.f32" in text
-    assert ".ftz" not in text
+class TestConvert(KernelTests):
+    op = OP
+
+    @pytest.mark.tier("ref")
+    def test_planted_faults_in_values(self):
+        """`test_planted_faults` takes the first case, which encodes."""
+        check_planted_faults(OP, Case("codes"))
+
+    @pytest.mark.tier("compile")
+    def test_compiled(self, arch, tmp_path, monkeypatch):
+        """Machine code, and arithmetic in it: no narrowing cast but where it is asked for, and no flushed subnormal."""
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        machine_text(decode_kernel, arch, BLOCK=BLOCK)
+        text = machine_text(encode_kernel, arch, NATIVE=False, BLOCK=BLOCK)
+        if arch == "gfx950":
+            assert ".amdhsa_float_denorm_mode_32 3" in text
+            assert "v_cvt_pk_bf16_f32" not in text
+            return
+        native = machine_text(encode_kernel, arch, NATIVE=True, BLOCK=BLOCK)
+        for instruction in NARROWING:
+            assert instruction in native
+            assert instruction not in text
+        assert "div.rn.f32" in text
+        assert ".ftz" not in text

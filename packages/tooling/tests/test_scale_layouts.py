@@ -134,6 +134,57 @@ def test_refusals():
         scale_layouts.with_padding(packed.contiguous())
 
 
+# --- Peers on the GPU -------------------------------------------------------------------------------------------------
+
+
+def same_layout(got, want):
+    """Shape, strides where they matter, and values of the M rows; a peer may leave the padding rows as they were."""
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    steps = zip(got.stride(), want.stride(), got.shape, strict=True)
+    assert all(have == stride or size == 1 for have, stride, size in steps), got.stride()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.tier("device", archs=("sm90", "sm100", "sm103"))
+@pytest.mark.filterwarnings("ignore")  # a peer's
+@pytest.mark.parametrize("groups", [1, 4, 6, 56])
+@pytest.mark.parametrize("rows", [1, 4, 5, 1023])
+def test_equals_deep_gemm(gpu, rows, groups):
+    deep_gemm = pytest.importorskip(
+        "deep_gemm.utils.layout", reason="DeepGEMM cannot be imported", exc_type=ImportError
+    )
+    codes = (random_codes(rows, groups).clamp(1, 254)).to(gpu)  # it takes no subnormal and no NaN
+    scales = numerics.decode_ue8m0(codes)
+    packed = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(scales)
+    same_layout(packed, scale_layouts.pack_ue8m0(codes))
+    columns = deep_gemm.get_mn_major_tma_aligned_tensor(scales)
+    same_layout(columns, scale_layouts.column_major_scales(scales))
+
+
+@pytest.mark.tier("device", archs=("sm90", "sm100", "sm103", "sm120"))
+@pytest.mark.filterwarnings("ignore")  # a peer's
+@pytest.mark.parametrize("groups", [1, 4, 6, 56])
+@pytest.mark.parametrize("rows", [1, 4, 5, 1023])
+def test_equals_the_engine(gpu, rows, groups):
+    """Scales of `per_token_group_quant`: the engine multiplies amax by fp32(1 / 448), and floors it at 1e-10."""
+    engine = pytest.importorskip(
+        "sglang.kernels.ops.quantization.fp8_kernel",
+        reason="the engine cannot be imported",
+        exc_type=ImportError,
+    )
+    x = torch.randn(rows, groups * 128, generator=torch.Generator().manual_seed(rows)).to(gpu)
+    x = x.bfloat16()
+    amax = x.float().unflatten(-1, (groups, 128)).abs().amax(-1).clamp(min=1e-10)
+    scales = amax * torch.tensor(1 / 448, dtype=torch.float32, device=gpu)
+    codes = numerics.encode_ue8m0(scales, rounding="up")
+    _, packed = engine.sglang_per_token_group_quant_fp8_ue8m0(x, 128)
+    same_layout(packed, scale_layouts.pack_ue8m0(codes))
+    _, columns = engine.sglang_per_token_group_quant_fp8(
+        x, 128, column_major_scales=True, scale_tma_aligned=True
+    )
+    same_layout(columns, scale_layouts.column_major_scales(scales))
+
+
 # --- Tests of the tests -----------------------------------------------------------------------------------------------
 
 
