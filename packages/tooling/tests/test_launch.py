@@ -228,10 +228,20 @@ def test_threads_do_not_mix_their_arguments(driver: Driver, package: Path) -> No
     assert sorted(int(line.split("(nil) ")[1].split()[0], 16) for line in lines) == [*range(400)]
 
 
-def test_a_kernel_is_loaded_once(driver: Driver, package: Path) -> None:
+def test_a_binary_is_loaded_once(
+    driver: Driver, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = launch.load("numinous_toy", "toy", entry="scale")
     declared = SourceBinary("toy", "csrc/toy/kernel.cu", ["scale"])
-    assert launch.load("numinous_toy", declared) is first
+    assert launch.load("numinous_toy", declared, entry="scale") is first
+    assert launch.load("numinous_toy", declared).name == "scale"
+    assert sum(line.startswith("load") for line in driver.lines) == 1
+    several = SourceBinary("toy", "csrc/toy/kernel.cu", ["scale", "other"])
+    monkeypatch.setattr(launch, "_state", launch._State())
+    with pytest.raises(TypeError, match="say which entry to load: scale, other"):
+        launch.load("numinous_toy", several)
+    with pytest.raises(TypeError, match="say which entry of toy to load"):
+        launch.load("numinous_toy", "toy")
 
 
 @pytest.mark.parametrize(

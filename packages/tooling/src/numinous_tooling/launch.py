@@ -4,8 +4,8 @@
     kernel = launch.load("numinous_moe_gemm", "rmsnorm_quant", entry="add_rmsnorm_quant")
     kernel((rows,), 256, (x, weight, None, c_int32(rows)), stream=stream, pdl=True)
 
-Load once and keep the kernel. The first use has to come before a latency counts: it reads a file, and in a checkout it
-may compile. A launch neither synchronises nor allocates on the device, so CUDA graphs capture it; loading is put in
+The first `load` has to come before a latency counts: it reads a file, and in a checkout it may compile. Later ones cost
+a microsecond. A launch neither synchronises nor allocates on the device, so CUDA graphs capture it; loading is put in
 the relaxed capture mode, because the driver refuses it in a thread that captures otherwise.
 
 Needs a driver of CUDA 12.4 or newer. HIP code objects are built by `numinous_tooling.compile` and not launched here.
@@ -345,7 +345,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def load(package: str, binary: str | SourceBinary, *, entry: str | None = None) -> Kernel:
-    """The kernel `entry` of a binary, for the current device; the same object for the same device type.
+    """The kernel `entry` of a binary, for the current device; the same object every time.
 
     The machine code is the shipped one where the sources beside it are those it was made from or are absent;
     otherwise it is compiled with nvcc into the cache.
@@ -358,29 +358,35 @@ def load(package: str, binary: str | SourceBinary, *, entry: str | None = None) 
     Raises:
         RuntimeError: no machine code for this GPU, or the driver refuses it; one line.
     """
+    name = binary if isinstance(binary, str) else binary.name
+    driver = _state.driver
+    if driver:
+        kernel = _state.kernels.get((driver.device(), package, name, entry))
+        if kernel:
+            return kernel
+    with _state.lock:
+        return _load(package, binary, entry)
+
+
+def _load(package: str, binary: str | SourceBinary, entry: str | None) -> Kernel:
     if isinstance(binary, str):
         if entry is None:
             raise TypeError(f"say which entry of {binary} to load")
         binary = SourceBinary(binary, f"{sources.CSRC}/{binary}/kernel.cu", [entry])
-    if entry is None:
-        (entry,) = binary.entries
-    with _state.lock:
-        if _state.driver is None:
-            _state.driver = _Driver()
-        driver = _state.driver
-        capability = driver.capability()
-        library = (package, binary.name, capability)
-        if (*library, entry) not in _state.kernels:
-            if library not in _state.libraries:
-                code = _machine_code(package, binary, capability)
-                with driver.loading():
-                    doing = f"{package}: {binary.name} does not load"
-                    arguments = (code, None, None, 0, None, None, 0)
-                    handle = driver.handle("cuLibraryLoadData", *arguments, doing=doing)
-                _state.libraries[library] = handle
-            kernel = Kernel(driver, _state.libraries[library], entry)
-            _state.kernels[(*library, entry)] = kernel
-        return _state.kernels[(*library, entry)]
+    if entry is None and len(binary.entries) != 1:
+        raise TypeError(f"say which entry to load: {', '.join(binary.entries)}")
+    driver = _state.driver = _state.driver or _Driver()
+    capability = driver.capability()
+    library = (package, binary.name, capability)
+    if library not in _state.libraries:
+        code = _machine_code(package, binary, capability)
+        with driver.loading():
+            doing = f"{package}: {binary.name} does not load"
+            arguments = (code, None, None, 0, None, None, 0)
+            handle = driver.handle("cuLibraryLoadData", *arguments, doing=doing)
+        _state.libraries[library] = handle
+    kernel = Kernel(driver, _state.libraries[library], entry or binary.entries[0])
+    return _state.kernels.setdefault((driver.device(), package, binary.name, entry), kernel)
 
 
 def architectures(capability: tuple[int, int]) -> tuple[str, ...]:
