@@ -10,8 +10,9 @@ All are elementwise on blocks of any shape. Encoders take fp32, round to nearest
 (E2M1, which has none: +6), except that bf16 keeps sign and payload.
 
 `NATIVE=True` takes Triton's own cast in place of the arithmetic, where NVIDIA GPUs from sm90 have an instruction for it
-(`cvt.rn.satfinite.e4m3x2.f32` and its like); the interpreter must not. The bits are the same but for the payload of a bf16 NaN.
-Not for gfx950, where nothing here promises that the cast saturates.
+(`cvt.rn.satfinite.e4m3x2.f32` and its like); the interpreter must not. By the PTX manual the bits are the same but for the
+payload of a bf16 NaN; `test_every_fp32` compares all 2^32 values on the GPU it runs on. Not for gfx950, where nothing here
+promises that the cast saturates.
 """
 
 from __future__ import annotations
