@@ -353,8 +353,8 @@ def pivot(
 
 
 def best(row: dict[str, dict[str, Any]], role: str) -> dict[str, Any] | None:
-    """The fastest record of a role among the providers of one case and run."""
-    return min((r for r in row.values() if r["role"] == role), key=_median, default=None)
+    """The fastest of a role among the providers of one case and run; one that agrees goes before one that differs."""
+    return min((r for r in row.values() if r["role"] == role), key=_rank, default=None)
 
 
 def _derived(name: str, row: dict[str, dict[str, Any]]) -> str:
@@ -402,8 +402,8 @@ def _time(record: dict[str, Any] | None) -> str:
     return _cell(float(record["median_us"])) + ("" if record["agrees"] else " \\*")
 
 
-def _median(record: dict[str, Any]) -> float:
-    return float(record["median_us"])
+def _rank(record: dict[str, Any]) -> tuple[bool, float]:
+    return not record["agrees"], float(record["median_us"])
 
 
 def _words(text: str | None) -> list[str]:

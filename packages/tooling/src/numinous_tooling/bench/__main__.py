@@ -28,7 +28,7 @@ EXTRA = "run: pip install 'numinous-tooling[bench]'"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    options = _parser().parse_args(argv)
+    options = _parser().parse_intermixed_args(argv)
     try:
         return _run(options)
     except (BadUsage, NoSuchOp, FileNotFoundError, ValueError) as error:
@@ -212,17 +212,17 @@ def _print(
     for name in dict.fromkeys(record["op"] for record in records):
         out.print(table([record for record in records if record["op"] == name]))
     lines = [roof_line(records[0]["roof"])] if records else []
-    if not all(record["agrees"] for record in records):
-        lines.append("* differs from the reference:")
-        lines += [f"  {r['case']} {r['provider']}: {r['gate']}" for r in records if not r["agrees"]]
     if not all(record["settled"] for record in records):
         lines.append("~ the medians had not come to rest after the warm-up")
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in result.not_run:
-        reasons.setdefault((row["provider"], row["reason"]), []).append(row["case"])
-    for (provider, reason), cases in reasons.items():
-        lines.append(f"not run: {provider}: {reason} ({len(cases)} cases: {', '.join(cases)})")
-    lines += [f"gate red, nothing is shown or recorded: {said}" for said in result.red]
+    said = [(row["provider"], f"not run: {row['reason']}", row["case"]) for row in result.not_run]
+    said += [(r["provider"], f"*: {r['gate']}", r["case"]) for r in records if not r["agrees"]]
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for provider, reason, case in said:
+        # The digest at the end of a gate differs from case to case.
+        grouped.setdefault((provider, reason.partition("; outputs")[0]), []).append(case)
+    for (provider, reason), cases in grouped.items():
+        lines.append(f"{provider} {reason} ({len(cases)} cases: {', '.join(cases)})")
+    lines += [f"gate red, nothing is shown or recorded: {wrong}" for wrong in result.red]
     for row in rows:
         base = f" against {row['base']} {row['base_us']:.2f} µs" if "base" in row else ""
         lines.append(

@@ -2,8 +2,8 @@
 """The regression alarm: is ours slower than a base, beyond the noise?
 
 *slower*: the medians differ by more than `TOLERANCE` and the bands from p20 to p80 do not touch. *undecided*: the
-medians differ by more and the bands touch, a band is wider than `NOISE` of its median, or there is nothing to compare
-with on the same GPU in the same cache state. *holds*: otherwise.
+medians differ by more and the bands touch, a band is wider than `NOISE` of its median and not below that of the base,
+or there is nothing to compare with on the same GPU in the same cache state. *holds*: otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compare(new: Record, base: Record | None) -> dict[str, Any]:
     if change > TOLERANCE:
         apart = new["p20_us"] > base["p80_us"]
         return row | {"word": "slower" if apart else "undecided", "reason": said}
-    if wide > NOISE:
+    if wide > NOISE and new["p80_us"] >= base["p20_us"]:
         reason = f"{said}: a band of {wide:.0%} hides a change of {TOLERANCE:.0%}"
         return row | {"word": "undecided", "reason": reason}
     return row | {"word": "holds", "reason": said}

@@ -73,7 +73,7 @@ def _scaling(records: Sequence[Record]) -> Figure:
         [1e6 * size / roof["copy_bytes_s"] for size in ends],
         "k--",
         linewidth=0.8,
-        label=f"copy roof {roof['copy_bytes_s'] / 1e12:.2f} TB/s",
+        label=f"copy roof {roof['copy_bytes_s'] / 1e9:.4g} GB/s",
     )
     floor = roof["launch_floor_us"]
     axes.axhline(
@@ -110,7 +110,7 @@ def _roofline(records: Sequence[Record]) -> Figure:
             [low * roof["copy_bytes_s"], rate, rate],
             "k--",
             linewidth=0.8,
-            label=f"copy {roof['copy_bytes_s'] / 1e12:.2f} TB/s, {unit} {rate / 1e12:.4g} TFLOP/s",
+            label=f"copy {roof['copy_bytes_s'] / 1e9:.4g} GB/s, {unit} {rate / 1e12:.4g} TFLOP/s",
         )
     axes.legend(frameon=False)
     return figure

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from numinous_tooling.bench.clocks import Clock, Launch
+from numinous_tooling.testing.tensors import assert_outputs_bitwise
 from numinous_tooling.workbench import Implementation, Op, Tensors, case_id
 
 _T = TypeVar("_T")
@@ -295,7 +296,7 @@ def _judge(
             refuse(provider, f"fails: {_line(error)}")
             continue
         answers.append((provider, got))
-        written |= {name for name in base if not _same_bits(inputs[name], base[name])}
+        written |= {name for name, value in base.items() if _written(value, inputs[name])}
     want = op.reference(case, copy_tensors(base))
     verdicts = {
         provider.name: (_difference(op, case, provider, got, want), digest_of(got))
@@ -312,9 +313,7 @@ def _difference(op: Op, case: Any, provider: Provider, got: Tensors, want: Tenso
     """The first line of what is wrong with an answer; None if nothing is."""
     try:
         if provider.implementation.exact:
-            for name, value in want.items():
-                if not _same_bits(got.get(name), value):
-                    return f"{name} is not bit for bit the reference's, as was claimed"
+            assert_outputs_bitwise(got, want, any_nan=True)
         op.compare(case, got, want)
     except AssertionError as error:
         return _line(error)
@@ -387,12 +386,9 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _same_bits(left: Any, right: Any) -> bool:
-    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
-        return type(left) is type(right) and bool(left == right)
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return bool(torch.equal(_bytes(left), _bytes(right)))
+def _written(before: Any, after: Any) -> bool:
+    """Whether a call wrote into an input: what it holds differs in a bit."""
+    return isinstance(before, torch.Tensor) and not torch.equal(_bytes(before), _bytes(after))
 
 
 def _set_count(clock: Clock, base: Tensors, touched: int) -> int:

@@ -16,7 +16,7 @@ Record = dict[str, Any]
 def table(records: Sequence[Record]) -> Table:
     """One line per case and provider of one run."""
     made = Table("case", "provider", title=_title(records[0]), title_justify="left")
-    for head in ("median µs", "p20–p80", "TB/s", "% copy roof", "% roof", "best peer / this"):
+    for head in ("median µs", "p20–p80", "GB/s", "% copy roof", "% roof", "best peer / this"):
         made.add_column(head, justify="right")
     for row in by_case(records):
         peer = evidence.best(row, "peer")
@@ -36,7 +36,7 @@ def by_case(records: Sequence[Record]) -> Iterator[dict[str, Record]]:
 
 def roof_line(roof: Mapping[str, Any]) -> str:
     """What was measured of the device, in one line."""
-    parts = [f"copy {roof['copy_bytes_s'] / 1e12:.2f} TB/s"]
+    parts = [f"copy {roof['copy_bytes_s'] / 1e9:.4g} GB/s"]
     parts += [
         f"{name.removesuffix('_flop_s')} {rate / 1e12:.4g} TFLOP/s"
         for name, rate in roof.items()
@@ -66,7 +66,7 @@ def _cells(record: Record, peer: Record | None) -> list[str]:
         name + ("" if record["role"] == "ours" else " (peer)") + _mark(record),
         f"{median:.2f}",
         f"{record['p20_us']:.2f}–{record['p80_us']:.2f}" + ("" if record["settled"] else " ~"),
-        f"{record['bytes'] / median / 1e6:.2f}",
+        f"{record['bytes'] / median / 1e3:.0f}",
         *(("" if bound is None else f"{100 * bound / median:.0f}") for bound in bounds),
         ratio,
     ]
