@@ -77,7 +77,7 @@ run: ``copy_bytes_s`` (read plus written), ``<unit>_flop_s`` and ``launch_floor_
 """
 
 _RATIO = re.compile(r"(?:^|_)(?:ratio|speedup)(?:_|$)")
-_TIME = re.compile(r"_(?:us|ms|s)$")
+_TIME = re.compile(r"(?:^|_)(?:us|ms|s)$")
 _BLOCK = re.compile(
     r"^(?P<open><!-- evidence: (?P<file>\S+)(?P<options>(?: [^\s>]+)*) -->\n)"
     r"(?P<body>.*?)(?P<close><!-- /evidence -->)",
