@@ -35,6 +35,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 _CAPTURE_RELAXED = 2
 _CLUSTER, _PDL = 4, 6  # CUlaunchAttributeID; 0 is an entry that the driver ignores
 _SHARED_WITHOUT_OPT_IN = 48 * 1024
+_FORKED = "CUDA was initialised before this process was forked; start it by spawn"
 _VALUES = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 
 
@@ -107,7 +108,7 @@ class _Driver:
             words.append(text.value.decode() if text.value else f"CUresult {code}")
         line = f"{words[0]} ({words[1]})"
         if os.getpid() != self.pid:
-            line += "; CUDA was initialised before this process was forked, start it by spawn"
+            line += f"; {_FORKED}"
         return line
 
     def number(self, name: str, *arguments: Any) -> int:
@@ -323,9 +324,10 @@ class Kernel:
 
 
 class _State:
-    """What this process has loaded."""
+    """What this process has loaded; `forked` where its parent had loaded something too."""
 
-    def __init__(self) -> None:
+    def __init__(self, forked: bool = False) -> None:
+        self.forked = forked
         self.lock = threading.RLock()
         self.driver: _Driver | None = None
         self.libraries: dict[tuple[object, ...], int] = {}
@@ -337,7 +339,7 @@ _state = _State()
 
 def _forget() -> None:
     global _state
-    _state = _State()
+    _state = _State(forked=_state.forked or _state.driver is not None)
 
 
 # A child has no use for the handles of its parent, and the lock may be held by a thread that it does not have.
@@ -375,6 +377,8 @@ def _load(package: str, binary: str | SourceBinary, entry: str | None) -> Kernel
         binary = SourceBinary(binary, f"{sources.CSRC}/{binary}/kernel.cu", [entry])
     if entry is None and len(binary.entries) != 1:
         raise TypeError(f"say which entry to load: {', '.join(binary.entries)}")
+    if _state.forked:
+        raise RuntimeError(_FORKED)
     driver = _state.driver = _state.driver or _Driver()
     capability = driver.capability()
     library = (package, binary.name, capability)
