@@ -72,6 +72,14 @@ def test_cpu(session: nox.Session, package: str) -> None:
     _run(session, python, "-m", "pytest", f"packages/{package}/tests", *session.posargs)
 
 
+@task(name="bench-sm90")
+def bench_sm90(session: nox.Session) -> None:
+    """Time every op against its peers on a Hopper GPU, or those named; exit 2 on another device."""
+    extras = ("bench", "kernels")
+    python = _prepare(session, extras=dict.fromkeys(PROJECTS, extras))
+    _run(session, python, "-m", "numinous_tooling.bench", "--arch", "sm90", *session.posargs)
+
+
 @task
 def lint(session: nox.Session) -> None:
     """Check format, style and the rules of the repository."""

@@ -81,8 +81,14 @@ class CudaClock:
                 call()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            outputs = call()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream):
+                outputs = call()
+        except Exception:
+            # A capture that fails leaves the default generator waiting for its end, and the next randn would raise.
+            generator = torch.cuda.default_generators[self.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
         return Launch(graph.replay, outputs)
 
     def sample(self, launch: Launch) -> float:

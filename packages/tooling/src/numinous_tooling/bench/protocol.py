@@ -236,7 +236,11 @@ def _bench_case(
             launch.replay()
             clock.synchronize()
         except Exception as error:
-            refuse(provider, f"cannot be captured: {_line(error)}")
+            # What ended the capture, not that it ended.
+            cause: BaseException = error
+            while cause.__context__ is not None:
+                cause = cause.__context__
+            refuse(provider, f"cannot be captured: {_line(cause)}")
             continue
         said = _difference(op, case, provider, launch.outputs[0], judged.want)
         if said and judged.verdicts[provider.name][0] is None:
