@@ -148,7 +148,7 @@ def test_all_tiers_of_an_op_and_its_planted_faults(session, pytester, monkeypatc
 
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     tiers = report["tiers"]
-    assert tiers["ref"] == {"cpu": cell(passed=3)}
+    assert tiers["ref"] == {"cpu": cell(passed=4)}
     long, refused = {"too long to interpret": 4}, {"small refuses: n > 100": 1}
     assert tiers["interpret"] == {"cpu": cell(1, 2, not_run=long | refused)}
     rare = {"not in the quick selection: --full compiles it": 1}
@@ -168,7 +168,7 @@ def test_all_tiers_of_an_op_and_its_planted_faults(session, pytester, monkeypatc
             "*y: 1 of 257 elements differ, first at (256,)*",  # the text of the child
             "*got nan*",
             "*over on sm120: 8 bytes spilled, budget 0",
-            "ref tier: cpu 3 passed",
+            "ref tier: cpu 4 passed",
             "interpret tier: cpu 1 passed, 2 failed; not run: *too long to interpret (4)*",
             "device tier not run: torch sees no GPU (20)",
         ]

@@ -351,7 +351,10 @@ def test_the_reference_check_without_an_oracle():
 
 
 def test_the_comparison_is_tested():
-    kernels.check_planted_faults(toy(), Case())
+    assert (
+        kernels.check_planted_faults(toy(), Case()) == 8
+    )  # three places of the sums, one of the best, twice
+    assert kernels.check_planted_faults(toy(reference=lambda *_: {"y": torch.ones(0)}), Case()) == 0
 
     def forgets(case, got, want):
         assert_bitwise_equal("sum", got["sum"], want["sum"])

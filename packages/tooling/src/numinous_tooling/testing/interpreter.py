@@ -55,7 +55,9 @@ class InterpretedItem(pytest.Item):
     @classmethod
     def standing_for(cls, test: pytest.Item) -> InterpretedItem:
         """The stand-in of a collected test, with its node id."""
-        item: InterpretedItem = cls.from_parent(test.parent, name=test.name)
+        parent = test.parent
+        assert parent is not None  # only the session itself has none
+        item: InterpretedItem = cls.from_parent(parent, name=test.name)
         item.test = test
         # The child judges an expected failure.
         item.own_markers.extend(mark for mark in test.own_markers if mark.name != "xfail")
