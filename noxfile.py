@@ -67,7 +67,7 @@ def gate(session: nox.Session) -> None:
 @per_package
 def test_cpu(session: nox.Session, package: str) -> None:
     """Run the tests of a package, on the CPU and with the real engine."""
-    extras = ("bench", "cli", "gate", "kernels", "test")
+    extras = ("bench", "cli", "compile", "gate", "kernels", "test")
     python = _prepare(session, extras=dict.fromkeys(PROJECTS, extras), engine=True)
     _run(session, python, "-m", "pytest", f"packages/{package}/tests", *session.posargs)
 
@@ -105,7 +105,7 @@ def hooks_check(session: nox.Session) -> None:
 @task
 def build(session: nox.Session) -> None:
     """Build sdist and wheel of each package, or of those named, and import them in a clean environment."""
-    python = _prepare(session, "build", extras={"tooling": ()})
+    python = _prepare_build(session)
     _run(session, python, "-m", "numinous_tooling.repo", "build", *session.posargs)
 
 
@@ -113,7 +113,7 @@ def build(session: nox.Session) -> None:
 @per_package
 def release(session: nox.Session, package: str) -> None:
     """Check version, changelog and tag of a package, then build it; publishing stays manual."""
-    python = _prepare(session, "build", extras={"tooling": ()})
+    python = _prepare_build(session)
     _run(session, python, "-m", "numinous_tooling.repo", "release-check", package)
     _run(session, python, "-m", "numinous_tooling.repo", "build", package)
     tag = f"{package}-v{PROJECTS[package]['project']['version']}"
@@ -182,6 +182,13 @@ def _prepare(
         stamp.parent.mkdir(exist_ok=True)
         stamp.write_text(digest, encoding="ascii")
         return python
+
+
+def _prepare_build(session: nox.Session) -> Path:
+    """As `_prepare`; kernel modules, which say what to compile ahead of time, import torch."""
+    compiled = any(ROOT.glob("packages/*/src/*/csrc"))
+    extras = ("compile",) if compiled else ()
+    return _prepare(session, "build", extras={"tooling": extras}, engine=compiled)
 
 
 def _editable(folder: str, extras: Sequence[str]) -> list[str]:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from numinous_tooling.compile import NotAvailable, cuda
 from numinous_tooling.repo import __main__ as command
 from numinous_tooling.repo.build import (
+    build,
     load_in_clean_environment,
     sdist_problems,
     wheel_problems,
@@ -90,6 +92,55 @@ def test_build_brings_siblings_and_loads(
     assert capsys.readouterr().err == (
         "build: base: the sdist holds .cache/x, which is not in the repository\n"
     )
+
+
+OPS = """
+from numinous_tooling.workbench import Op, SourceBinary
+
+OP = Op("toy", "topic", (), None, None, None, None, {}, binaries=(SourceBinary("toy", "csrc/toy.cu", ["toy"], ["sm90"]),))
+"""
+CATALOG = """
+from types import SimpleNamespace
+
+KERNELS = (SimpleNamespace(op="toy", declared="numinous_topic.ops:OP"),)
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("build"), reason="build comes with nox -s build")
+def test_machine_code_is_built_into_the_wheel(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        cuda.find_nvcc()
+    except NotAvailable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.chdir(checkout.root)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(checkout.root / "cache"))
+    topic = "packages/topic/src/numinous_topic"
+    write(
+        checkout.root,
+        {
+            f"{topic}/csrc/toy.cu": 'extern "C" __global__ void toy() {}\n',
+            f"{topic}/ops.py": OPS,
+            f"{topic}/catalog.py": CATALOG,
+            ".gitignore": "binaries/\n",
+        },
+    )
+    assert command.main(["build", "topic"]) == 1
+    assert "the wheel lacks the machine code of csrc/" in capsys.readouterr().err
+    artifacts = '[tool.hatch.build]\nartifacts = ["src/numinous_topic/binaries/**"]\n'
+    path = checkout.root / "packages/topic/pyproject.toml"
+    path.write_text(pyproject("topic", '"numinous-base>=1,<2"', ENTRY + artifacts))
+    fresh = Checkout(checkout.root)
+    sdist, made = build(fresh, ["topic"])[:2]
+    assert "numinous_topic/binaries/sm90/toy.cubin" in zipfile.ZipFile(made).namelist()
+    with tarfile.open(sdist) as archive:
+        assert any(name.endswith("binaries/sm90/manifest.json") for name in archive.getnames())
+    (checkout.root / topic / "csrc/toy.cu").write_text("absent;\n")
+    assert command.main(["build", "topic"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("build: topic: no machine code for the wheel: aot: toy for sm_90a: ")
+    assert said.count("\n") == 1
 
 
 def wheel(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build sdist and wheel of packages, look into them, and load the wheel where nothing else is installed.
 
+A package with ``csrc/`` is compiled first: its wheel ships machine code, so that a user needs no compiler.
+
 The clean environment has neither pip nor torch nor an engine: what a wheel needs besides other numinous wheels of the
 same build is an error here, because hooks have to load in a bare engine image.
 """
@@ -49,6 +51,7 @@ def build(checkout: Checkout, folders: Sequence[str] = ()) -> list[Path]:
     dist = checkout.root / "dist"
     built = []
     for package in _with_siblings(checkout, wanted):
+        _compile(checkout, package)
         built += _build_one(package, dist)
     for package in wanted:
         sdist, wheel = (path for path in built if path.name.startswith(_file_prefix(package)))
@@ -78,6 +81,17 @@ def _with_siblings(checkout: Checkout, packages: Iterable[Package]) -> list[Pack
     return list(closed.values())
 
 
+def _compile(checkout: Checkout, package: Package) -> None:
+    """Make binaries/ of a package that has csrc/."""
+    if not (package.source / "csrc").is_dir():
+        return
+    # Of the tree that is built, installed or not.
+    sources = [str(other.path / "src") for other in checkout.packages.values()]
+    sources.append(str(Path(__file__).parents[2]))
+    command = [sys.executable, "-m", "numinous_tooling.compile", "aot", package.folder]
+    _succeed(command, f"{package.folder}: no machine code for the wheel", path=sources)
+
+
 def _build_one(package: Package, dist: Path) -> list[Path]:
     """The sdist, and the wheel that is built from it."""
     dist.mkdir(exist_ok=True)
@@ -101,6 +115,12 @@ def wheel_problems(checkout: Checkout, package: Package, wheel: Path) -> Iterato
     for file in checkout.files:
         if file.startswith(source) and file.removeprefix(source) not in names:
             yield f"the wheel lacks {file.removeprefix(source)}"
+    binaries = f"{package.module}/binaries/"
+    if (package.source / "csrc").is_dir() and not any(name.startswith(binaries) for name in names):
+        yield (
+            f"the wheel lacks the machine code of csrc/; say [tool.hatch.build] artifacts = "
+            f'["src/{binaries}**"] in pyproject.toml'
+        )
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
         yield "the wheel lacks the licence"
 
@@ -112,6 +132,8 @@ def sdist_problems(checkout: Checkout, package: Package, sdist: Path) -> Iterato
     with tarfile.open(sdist) as archive:
         names = [member.name.partition("/")[2] for member in archive if member.isfile()]
     for name in sorted(set(names) - ours - {"PKG-INFO", ".gitignore"}):
+        if name.startswith(f"src/{package.module}/binaries/"):
+            continue
         yield f"the sdist holds {name}, which is not in the repository"
 
 
@@ -147,8 +169,10 @@ def _ask_for_help(package: Package, script: Path) -> None:
         )
 
 
-def _succeed(command: Sequence[str], otherwise: str, show: bool = False) -> None:
-    done = _run(command)
+def _succeed(
+    command: Sequence[str], otherwise: str, show: bool = False, path: Sequence[str] = ()
+) -> None:
+    done = _run(command, path)
     if done.returncode != 0:
         lines = (done.stdout + done.stderr).strip().splitlines()
         raise RepoError(f"{otherwise}: {lines[-1].strip() if lines else f'exit {done.returncode}'}")
@@ -156,7 +180,9 @@ def _succeed(command: Sequence[str], otherwise: str, show: bool = False) -> None
         print(done.stdout, end="")
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], path: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     # A PYTHONPATH of the caller would let the clean environment see more than the wheel.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path:
+        environment["PYTHONPATH"] = os.pathsep.join(path)
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

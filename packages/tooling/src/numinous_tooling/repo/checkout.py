@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # Walked over where the tree is no git checkout and .gitignore cannot be asked.
-LEFT_OUT = {"__pycache__", "dist", "reports"}
+LEFT_OUT = {"__pycache__", "binaries", "dist", "reports"}
 
 _CHANGELOG_ENTRY = re.compile(r"## \[?v?(?P<version>\d+\.\d+\.\d+[^\s\]]*)\]?(?P<rest>.*)")
 
