@@ -6,10 +6,10 @@ know their weights, their cached bytes and their arithmetic; `phases` adds them 
 `gpus.Gpu`; `pools` sizes the KV pools as SGLang 0.5.20 does. Standard library only; everything here is arithmetic, so
 every result carries the word *derived*.
 
-What is counted: each weight that a step needs read once, cached rows and states read and written once, the residual
-stream in and out of every layer once, matrix and attention arithmetic. What is not counted, so that the floor is a
-floor: activations between the operations of a layer, communication between ranks, launches, and vision towers, draft
-layers and lookup tables of a checkpoint.
+What is counted: each weight that a step needs read once, cached rows and states read and written once, matrix and
+attention arithmetic at the full rate of the narrowest operand. What is not counted, so that the floor is a floor:
+activations (a cache may hold them), communication between ranks, launches, and vision towers, draft layers and lookup
+tables of a checkpoint.
 """
 
 from __future__ import annotations

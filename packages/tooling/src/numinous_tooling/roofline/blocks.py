@@ -68,7 +68,7 @@ class Work:
     """Bytes through device memory, by kind, and operations, by unit; adds up.
 
     Args:
-        bytes: kind ("weights", "KV read", "KV write", "state", "activations") -> bytes.
+        bytes: kind ("weights", "KV read", "KV write", "state") -> bytes.
         flops: unit -> operations.
     """
 
@@ -632,14 +632,12 @@ class Layer:
         attention: None in layers that are an MLP only.
         mlps: dense, routed, or both.
         norms: of the hidden width, how many.
-        streams: residual streams read and written (hyper-connections: several; attention residuals: more are read).
         extra: weights that belong to no block.
     """
 
     attention: GroupedQuery | Latent | Compressed | DeltaRule | StateSpace | None
     mlps: tuple[Mlp | Experts, ...]
     norms: int = 2
-    streams: tuple[int, int] = (1, 1)
     extra: tuple[Weight, ...] = ()
 
     @property

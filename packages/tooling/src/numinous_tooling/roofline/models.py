@@ -244,7 +244,7 @@ def _checkpoint(config: Mapping[str, Any]) -> Precision | None:
 
 
 def _grouped(f: _Fields, *, qk_norm: bool, bias: bool) -> dict[str, Any]:
-    if f.get("use_sliding_window") or (f.get("sliding_window") and f.get("layer_types")):
+    if f.get("use_sliding_window") or "sliding_attention" in f.get("layer_types", ()):
         raise f.refuse("sliding windows are modelled for Gemma 4 only")
     heads = f.size("num_attention_heads")
     head_dim = f.get("head_dim") or f.size("hidden_size") // heads
@@ -387,16 +387,13 @@ def _glm5_next(f: _Fields) -> dict[str, Any]:
     linear = _Fields(f["linear_attn_config"], f"{f.what}, linear_attn_config")
     delta = _delta(linear)
     kda = set(linear["kda_layers"])
-    hidden, streams = f.size("hidden_size"), (1, 1)
     extra: tuple[Weight, ...] = ()
     if f.get("mhc"):
-        mult = f.size("hc_mult")
-        streams, extra = (mult, mult), hyper_connections(hidden, mult)
+        extra = hyper_connections(f.size("hidden_size"), f.size("hc_mult"))
     layers = [
         Layer(
             delta if number in kda else _latent(f, index=_index(f, number)),
             (_shared_experts(f) if has_experts else _dense(f),),
-            streams=streams,
             extra=extra,
         )
         for number, has_experts in enumerate(_moe_layers(f))
@@ -422,8 +419,6 @@ def _kimi_linear(f: _Fields) -> dict[str, Any]:
         Layer(
             delta if number + 1 in kda else latent,
             (experts if experts and has_experts else _dense(f),),
-            # Earlier blocks' outputs are read beside the running sum.
-            streams=(1 + -(-number // block) if block else 1, 1),
             extra=residual,
         )
         for number, has_experts in enumerate(_moe_layers(f))
@@ -473,7 +468,6 @@ def _deepseek_v4(f: _Fields) -> dict[str, Any]:
             Layer(
                 attention,
                 (_shared_experts(f),),
-                streams=(mult, mult),
                 extra=hyper_connections(hidden, mult),
             )
         )

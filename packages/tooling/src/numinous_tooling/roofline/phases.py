@@ -12,7 +12,7 @@ from .models import Model
 from .pools import KvRows
 from .weights import Precision, Weight, distinct_experts
 
-ACTIVATION_BYTES = 2  # the residual stream is bf16
+EMBEDDING_BYTES = 2  # bf16
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,9 @@ class Setup:
 
 def layer_work(layer: Layer, hidden: int, step: Step, setup: Setup) -> Work:
     """Work of one layer on one rank."""
-    total = Work()
+    total = _weights_work(layer.weights(hidden), layer, step.tokens, setup)
     if layer.attention is not None:
         total += layer.attention.work(step, setup.kv, setup.tp)
-    total += _weights_work(layer.weights(hidden), layer, step.tokens, setup)
-    read, written = layer.streams
-    total.bytes["activations"] += step.tokens * hidden * (read + written) * ACTIVATION_BYTES
     return total
 
 
@@ -58,7 +55,7 @@ def _weights_work(weights: list[Weight], layer: Layer, tokens: int, setup: Setup
 
 def ends_work(model: Model, step: Step, setup: Setup) -> Work:
     """Embedding rows, last norm and LM head; logits are computed for the last token of each request."""
-    rows = -(-step.tokens * model.hidden * ACTIVATION_BYTES // setup.tp)
+    rows = -(-step.tokens * model.hidden * EMBEDDING_BYTES // setup.tp)
     work = Work(Counter({"weights": rows}))
     for weight in (
         model.head,

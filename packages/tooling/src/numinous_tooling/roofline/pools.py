@@ -188,16 +188,13 @@ def size(model: Model, kv: KvRows, budget: int, tp: int, options: PoolOptions) -
             that the model's pools take.
         DoesNotFit: the budget holds no page or no state.
     """
+    check_pooled(model, kv)
     if is_compressed(model):
         return _compressed(model, kv, budget, options)
     if is_sliding(model):
         return _sliding(model, kv, budget, tp, options)
     page = _page(options, 64 if is_sparse(model) else 1)
     states = state_bytes(model, tp)
-    if states and kv.name == "nvfp4" and any(isinstance(b.attention, Latent) for b in model.layers):
-        raise RooflineError(
-            "SGLang 0.5.20 has no nvfp4 pool for MLA beside linear attention; say --kv-dtype bf16 or fp8"
-        )
     if not states:
         return _uniform(model, kv, max(budget, 0), tp, page)
     slots, taken = _state_slots(states, budget, options)
@@ -211,6 +208,18 @@ def size(model: Model, kv: KvRows, budget: int, tp: int, options: PoolOptions) -
         state_bytes=states,
         fixed_bytes=taken,
     )
+
+
+def check_pooled(model: Model, kv: KvRows) -> None:
+    """RooflineError where the engine, or this project, has no pool of such rows for the model."""
+    latent = any(isinstance(layer.attention, Latent) for layer in model.layers)
+    if is_sliding(model) and kv.itemsize is None:
+        what = "models with sliding windows"
+    elif kv.name == "nvfp4" and latent and state_bytes(model, 1):
+        what = "MLA beside linear attention"
+    else:
+        return
+    raise RooflineError(f"there is no {kv.name} pool for {what}; say --kv-dtype bf16 or fp8")
 
 
 def token_bytes(model: Model, kv: KvRows, tp: int) -> int:
@@ -299,10 +308,6 @@ def _state_slots(per_slot: int, budget: int, options: PoolOptions) -> tuple[int,
 
 def _sliding(model: Model, kv: KvRows, budget: int, tp: int, options: PoolOptions) -> Pool:
     """HybridSWAPoolConfigurator: one pool for full layers, one for window layers of `ratio` times its tokens."""
-    if kv.itemsize is None:
-        raise RooflineError(
-            f"SGLang 0.5.20 has no {kv.name} pool for models with sliding windows; say --kv-dtype bf16 or fp8"
-        )
     page = _page(options, 1)
     ratio = 0.8 if options.sliding_ratio is None else options.sliding_ratio
     full = sliding = 0

@@ -18,6 +18,7 @@ from .pools import (
     KvRows,
     Pool,
     PoolOptions,
+    check_pooled,
     is_compressed,
     is_sparse,
     kv_dtype,
@@ -132,7 +133,9 @@ def _setup(model: Model, question: Question, gpu: Gpu | None) -> Setup:
         raise RooflineError(f"tp is at least 1, got {question.tp}")
     if question.memory_bytes is not None and question.memory_bytes <= 0:
         raise RooflineError(f"memory must be positive, got {question.memory_bytes} bytes")
-    return Setup(model.precision(question.weights), rows_for(model, question.kv, gpu), question.tp)
+    kv = rows_for(model, question.kv, gpu)
+    check_pooled(model, kv)
+    return Setup(model.precision(question.weights), kv, question.tp)
 
 
 def _steps(question: Question, held: int) -> dict[str, Step]:
