@@ -530,7 +530,7 @@ def test_figures_are_svg_and_the_same_each_time(bench, tmp_path: Path) -> None:
     code, out, _ = bench("--json", "--plot", "a")
     report = json.loads(out)
     assert code == 0
-    assert report["plots"] == ["a/double-scaling.svg", "a/double-roofline.svg"]
+    assert report["figures"] == ["a/double-scaling.svg", "a/double-roofline.svg"]
     for path in draw(report["records"], tmp_path / "b"):
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
@@ -542,7 +542,7 @@ def test_figures_are_svg_and_the_same_each_time(bench, tmp_path: Path) -> None:
 
 def test_an_op_without_flops_has_no_roofline(bench) -> None:
     _, out, _ = bench("--json", "--plot", "a", op=changed(traffic=lambda case: Traffic(8 * case.n)))
-    assert json.loads(out)["plots"] == ["a/double-scaling.svg"]
+    assert json.loads(out)["figures"] == ["a/double-scaling.svg"]
 
 
 @pytest.mark.parametrize("module", ["numinous_tooling.bench", "numinous_tooling"])

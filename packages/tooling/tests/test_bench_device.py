@@ -75,7 +75,7 @@ OP = Op(
 
 
 def run(op, **options):
-    options = {"cases": op.cases, "version": "0.1.0", "roof": ROOF} | options
+    options = {"cases": op.cases, "version": "0.1.0", "roof": ROOF, "samples": 30} | options
     return protocol.bench_op(op, CudaClock(), **options)
 
 

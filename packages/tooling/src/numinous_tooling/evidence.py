@@ -67,12 +67,14 @@ KERNEL_FIELDS = (
     "flops",
     "flop_unit",
     "l2",
+    "settled",
     "roof",
 )
 """Further fields of a kernel record.
 
 `role` is ``ours`` or ``peer``; `agrees` says whether the outputs passed the op's comparison; `bytes`, `flops` and
-`flop_unit` are the op's `Traffic`; `l2` is the cache state before a launch; `roof` holds what was measured in the same
+`flop_unit` are the op's `Traffic`; `l2` is the cache state before a launch; `settled` says whether times stood
+still after the warm-up; `roof` holds what was measured in the same
 run: ``copy_bytes_s`` (read plus written), ``<unit>_flop_s`` and ``launch_floor_us``.
 """
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from numinous_tooling import evidence
 from numinous_tooling.bench import against
-from numinous_tooling.bench.protocol import SAMPLES, BadUsage, Result, bench_op, select_cases
+from numinous_tooling.bench.errors import BadUsage
 from numinous_tooling.workbench import Op
 from numinous_tooling.workbench.discover import NoSuchOp, declared_ops, load_op
 
+SAMPLES = 30
 EXTRA = "run: pip install 'numinous-tooling[bench]'"
 
 
@@ -65,18 +66,19 @@ def _run(options: argparse.Namespace) -> int:
         if options.ops or options.evidence or options.against:
             raise BadUsage("--show times nothing: leave out OP, --evidence and --against")
         records = against.recorded_run(evidence.find_evidence(Path.cwd()), options.show)
-        return _finish(options, records, Result(), [])
+        return _finish(options, {"records": records, "red": [], "not_run": [], "against": []})
     ops = {name: load_op(name) for name in options.ops or declared_ops()}
     if not ops:
         raise BadUsage("no catalogue lists an op; name one as module:OP")
-    records, result = _measure(options, ops)
-    rows = _compare(options.against, records) if options.against and not result.red else []
-    if options.evidence and not result.red:
+    report = _measure(options, ops)
+    records = report["records"]
+    report["against"] = _compare(options.against, records) if options.against and records else []
+    if options.evidence:
         folder = evidence.find_evidence(Path.cwd())
         for op in ops.values():
-            own = [record for record in records if record["op"] == op.name]
-            evidence.append(folder / op.package / f"{op.name}.jsonl", own)
-    return _finish(options, records, result, rows)
+            if own := [record for record in records if record["op"] == op.name]:
+                evidence.append(folder / op.package / f"{op.name}.jsonl", own)
+    return _finish(options, report)
 
 
 def _demand(options: argparse.Namespace) -> None:
@@ -90,11 +92,11 @@ def _demand(options: argparse.Namespace) -> None:
         evidence.find_evidence(Path.cwd())
 
 
-def _measure(
-    options: argparse.Namespace, ops: Mapping[str, Op]
-) -> tuple[list[dict[str, Any]], Result]:
+def _measure(options: argparse.Namespace, ops: Mapping[str, Op]) -> dict[str, Any]:
+    """The report of a run: `records`, which are none where anything is `red`, and what was `not_run`."""
     from numinous_tooling.bench.clocks import CpuClock, CudaClock
     from numinous_tooling.bench.facts import COMMIT, package_version, run_facts
+    from numinous_tooling.bench.protocol import bench_op, select_cases
     from numinous_tooling.bench.roofs import measure_roofs
 
     cases = {op.name: select_cases(op, options.case) for op in ops.values()}
@@ -107,7 +109,9 @@ def _measure(
     facts = run_facts(clock, os.environ)
     if options.evidence and facts["commit"] is None:
         raise BadUsage(f"--evidence wants a commit: run in the repository, or set {COMMIT}")
-    total, everything = Result(), []
+    records: list[dict[str, Any]] = []
+    red: list[str] = []
+    not_run: list[dict[str, str]] = []
     with _progress(sum(map(len, cases.values()))) as progress:
         units = {op.traffic(case).unit for op in ops.values() for case in cases[op.name]}
         roof = measure_roofs(clock, units)
@@ -124,13 +128,14 @@ def _measure(
                 samples=options.samples,
                 progress=progress,
             )
-            total.red += result.red
-            total.not_run += result.not_run
+            red += result.red
+            not_run += result.not_run
             own = {"package": op.package, "version": version, "command": _command(options, name)}
-            everything += [{**row, **own, **facts} for row in result.measured]
+            records += [{**row, **own, **facts} for row in result.measured]
     # One gate over the run: where an op is wrong, its neighbours' figures are not the news.
-    records = [] if total.red else everything
-    return [{"id": evidence.record_id(record), **record} for record in records], total
+    shown = [] if red else records
+    shown = [{"id": evidence.record_id(record), **record} for record in shown]
+    return {"records": shown, "red": red, "not_run": not_run}
 
 
 def _command(options: argparse.Namespace, op: str) -> str:
@@ -166,55 +171,41 @@ def _compare(wanted: str, records: Sequence[dict[str, Any]]) -> list[dict[str, A
     return against.against_run(records, run)
 
 
-def _finish(
-    options: argparse.Namespace,
-    records: Sequence[dict[str, Any]],
-    result: Result,
-    rows: Sequence[dict[str, Any]],
-) -> int:
-    code = 1 if result.red else 0
-    if not result.red:
+def _finish(options: argparse.Namespace, report: dict[str, Any]) -> int:
+    code = 1 if report["red"] else 0
+    if not report["red"]:
         if options.against:
-            code = against.exit_code(rows)
-        elif not records:
+            code = against.exit_code(report["against"])
+        elif not report["records"]:
             print("numinous bench: nothing was timed", file=sys.stderr)
             code = 2
-    written = []
-    if options.plot and records:
+    report["figures"] = []
+    if options.plot and report["records"]:
         from numinous_tooling.bench.plots import draw
 
-        written = [str(path) for path in draw(records, options.plot)]
+        report["figures"] = [str(path) for path in draw(report["records"], options.plot)]
     if options.json:
-        report = {
-            "records": list(records),
-            "red": result.red,
-            "not_run": result.not_run,
-            "against": list(rows),
-            "plots": written,
-        }
         print(json.dumps(report, indent=2))
     else:
-        _print(records, result, rows, written)
+        _print(report)
     return code
 
 
-def _print(
-    records: Sequence[dict[str, Any]],
-    result: Result,
-    rows: Sequence[dict[str, Any]],
-    written: Sequence[str],
-) -> None:
+def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
 
     from numinous_tooling.bench.report import roof_line, table
 
+    records = report["records"]
     out = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     for name in dict.fromkeys(record["op"] for record in records):
         out.print(table([record for record in records if record["op"] == name]))
     lines = [roof_line(records[0]["roof"])] if records else []
     if not all(record["settled"] for record in records):
         lines.append("~ the medians had not come to rest after the warm-up")
-    said = [(row["provider"], f"not run: {row['reason']}", row["case"]) for row in result.not_run]
+    said = [
+        (row["provider"], f"not run: {row['reason']}", row["case"]) for row in report["not_run"]
+    ]
     said += [(r["provider"], f"*: {r['gate']}", r["case"]) for r in records if not r["agrees"]]
     grouped: dict[tuple[str, str], list[str]] = {}
     for provider, reason, case in said:
@@ -222,13 +213,13 @@ def _print(
         grouped.setdefault((provider, reason.partition("; outputs")[0]), []).append(case)
     for (provider, reason), cases in grouped.items():
         lines.append(f"{provider} {reason} ({len(cases)} cases: {', '.join(cases)})")
-    lines += [f"gate red, nothing is shown or recorded: {wrong}" for wrong in result.red]
-    for row in rows:
+    lines += [f"gate red, nothing is shown or recorded: {wrong}" for wrong in report["red"]]
+    for row in report["against"]:
         base = f" against {row['base']} {row['base_us']:.2f} µs" if "base" in row else ""
         lines.append(
             f"{row['word']}: {row['case']} {row['provider']} {row['median_us']:.2f} µs{base}: {row['reason']}"
         )
-    lines += [f"figure: {path}" for path in written]
+    lines += [f"figure: {path}" for path in report["figures"]]
     for line in lines:
         out.print(line, markup=False, highlight=False)
 

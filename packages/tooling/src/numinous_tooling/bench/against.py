@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling import evidence
-from numinous_tooling.bench.protocol import BadUsage
+from numinous_tooling.bench.errors import BadUsage
 
 TOLERANCE = 0.03
 NOISE = 0.10

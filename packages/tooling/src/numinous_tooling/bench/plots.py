@@ -79,6 +79,7 @@ def _scaling(records: Sequence[Record]) -> Figure:
     axes.axhline(
         floor, color="k", linestyle=":", linewidth=0.8, label=f"launch floor {floor:.1f} µs"
     )
+    axes.set_ylim(bottom=min(floor, *(record["p20_us"] for record in records)) / 2)
     axes.legend(frameon=False)
     return figure
 

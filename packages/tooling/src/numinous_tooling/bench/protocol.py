@@ -25,22 +25,18 @@ from typing import Any, TypeVar
 import torch
 
 from numinous_tooling.bench.clocks import Clock, Launch
+from numinous_tooling.bench.errors import BadUsage
 from numinous_tooling.testing.tensors import assert_outputs_bitwise
 from numinous_tooling.workbench import Implementation, Op, Tensors, case_id
 
 _T = TypeVar("_T")
 
 SEED = 0
-SAMPLES = 30
 MAX_SETS = 128
 MAX_WINDOWS = 8
 WINDOW = 5
 STILL = 0.01
 OPTIONS = {"l2": ("cold", "rotate")}
-
-
-class BadUsage(Exception):
-    """One line for the user: what, where, what to do."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,8 @@ def bench_op(
     version: str,
     roof: Mapping[str, Any],
     cases: Sequence[Any],
+    samples: int,
     providers: Sequence[str] = (),
-    samples: int = SAMPLES,
     progress: Callable[[str], None] = lambda case: None,
 ) -> Result:
     """Judge and time an op.
@@ -145,8 +141,8 @@ def bench_op(
         version: of the op's package.
         roof: of `roofs.measure_roofs`, from the same run.
         cases: to time, see `select_cases`.
-        providers: names to take; none: all.
         samples: counted rounds, at least 5.
+        providers: names to take; none: all.
         progress: called with the id of each case when it is done.
 
     Returns:

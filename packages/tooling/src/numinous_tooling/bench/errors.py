@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command says and ends with 2."""
+
+
+class BadUsage(Exception):
+    """One line for the user: what, where, what to do."""
