@@ -71,7 +71,7 @@ class TritonBinary:
         signature: argument -> type as Triton writes it (``*bf16``, ``i32``, ``fp32``), without the constants.
         constants: argument -> compile-time value (also what the JIT would fold: None, and integers equal to 1).
         aligned: arguments divisible by 16: pointers of whole allocations, and integers that the launcher passes so.
-        options: ``num_warps``, ``num_stages`` and so on; per architecture where `configs` differ.
+        options: ``num_warps``, ``num_stages`` and so on; a mapping under an architecture's name replaces them there.
         gluon: compiled through the Gluon front end.
         archs: compiled for these.
         required: architecture -> mnemonics that the machine code must hold.
@@ -97,7 +97,7 @@ class SourceBinary:
     """One CUDA C++ or HIP C++ translation unit, compiled ahead of time and shipped in the wheel.
 
     Args:
-        name: stem of the file made: ``csrc_out/<arch>/<name>.cubin`` or ``.hsaco``.
+        name: stem of the file made: ``binaries/<arch>/<name>.cubin`` or ``.hsaco``.
         source: path below the import package, for example ``csrc/rmsnorm_quant/kernel.cu`` or ``….hip``.
         entries: ``extern "C"`` kernels that must be in it.
         archs: compiled for these; sm103 uses the sm100 family cubin where it has one.
