@@ -94,7 +94,7 @@ _ROWS = (
         795,
         1440,
         None,
-        "memory: vendor datasheet; rates: best copy and 8192^3 products on one H200, SGLang 0.5.20's "
+        "memory: vendor datasheet as quoted publicly; rates: best copy and 8192^3 products on one H200, SGLang 0.5.20's "
         "torch 2.13, 29 Nov 2026, no record in evidence/",
     ),
     _datasheet(
@@ -106,7 +106,7 @@ _ROWS = (
         989,
         1979,
         None,
-        "vendor datasheet, rates without sparsity",
+        "vendor datasheet as quoted publicly, rates without sparsity",
     ),
     _datasheet(
         "b200",
@@ -117,7 +117,7 @@ _ROWS = (
         2250,
         4500,
         9000,
-        "vendor datasheet of HGX B200, an eighth of the system, rates without sparsity",
+        "vendor datasheet of HGX B200 as quoted publicly, an eighth of the system, rates without sparsity",
         raw_fp8_rows=True,
     ),
     _datasheet(
@@ -129,7 +129,7 @@ _ROWS = (
         2250,
         4500,
         13125,
-        "vendor datasheet of HGX B300 (2.1 TB, 105 PFLOP/s dense FP4), an eighth of the system",
+        "vendor datasheet of HGX B300 as quoted publicly (2.1 TB, 105 PFLOP/s dense FP4), an eighth of it",
         raw_fp8_rows=True,
     ),
     _datasheet(
@@ -141,7 +141,7 @@ _ROWS = (
         503.8,
         1007.6,
         2015.2,
-        "vendor architecture paper, rates without sparsity, fp32 accumulation",
+        "vendor architecture paper as quoted publicly, rates without sparsity, fp32 accumulation",
         raw_fp8_rows=True,
     ),
     _datasheet(
@@ -153,7 +153,7 @@ _ROWS = (
         2516.6,
         5033.2,
         10066.3,
-        "vendor datasheet, rates without sparsity",
+        "vendor datasheet as quoted publicly, rates without sparsity",
         fp4_formats=("mxfp4",),
         raw_fp8_rows=True,
     ),
