@@ -135,7 +135,7 @@ def test_a_right_op_is_measured_for_every_case_and_provider() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["wrong", "raises", "wrong once captured", "inexact", "no output"]
+    "fault", ["wrong", "raises", "wrong once captured", "inexact", "no output", "empty"]
 )
 def test_a_faulty_own_implementation_leaves_no_figure(fault: str) -> None:
     calls = []
@@ -155,7 +155,8 @@ def test_a_faulty_own_implementation_leaves_no_figure(fault: str) -> None:
         "raises": implementation(raises),
         "wrong once captured": implementation(later_wrong),
         "inexact": implementation(inexact, exact=True),
-        "no output": implementation(lambda case, inputs: {}, exact=True),
+        "no output": implementation(lambda case, inputs: {}),
+        "empty": implementation(lambda case, inputs: {}, exact=True),
     }[fault]
     result = run(changed(implementations={"ours": faulty, "good": implementation(double)}))
     assert result.measured == []
