@@ -484,6 +484,16 @@ def test_evidence_wants_a_commit(bench, tmp_path: Path, monkeypatch: pytest.Monk
     assert bench()[0] == 0
 
 
+@pytest.mark.parametrize("name", ["torch", "rich", "matplotlib"])
+def test_what_is_not_installed_is_said_before_anything_is_timed(
+    bench, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda asked: asked != name or None)
+    code, out, err = bench("--plot", "a")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"numinous bench: {name} is not installed; run: pip install")
+
+
 def test_another_device_is_refused(bench) -> None:
     code, _, err = bench("--arch", "sm90")
     assert code == 2

@@ -252,12 +252,8 @@ def gate(context: typer.Context) -> None:
 )
 def bench(context: typer.Context) -> None:
     """Time ops against their peers, after a correctness gate (see `numinous bench --help`)."""
-    try:
-        from .bench.__main__ import main as bench_main
-    except ModuleNotFoundError as missing:
-        raise PatchError(
-            f"{missing.name} is not installed; run: pip install 'numinous-tooling[bench,kernels]'"
-        ) from missing
+    from .bench.__main__ import main as bench_main
+
     raise typer.Exit(bench_main(context.args))
 
 

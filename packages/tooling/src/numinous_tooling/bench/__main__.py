@@ -24,7 +24,7 @@ from numinous_tooling.workbench import Op
 from numinous_tooling.workbench.discover import NoSuchOp, declared_ops, load_op
 
 SAMPLES = 30
-EXTRA = "run: pip install 'numinous-tooling[bench]'"
+EXTRA = "run: pip install 'numinous-tooling[bench,kernels]'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,10 +83,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _demand(options: argparse.Namespace) -> None:
     """What is missing is said before anything is measured."""
-    wanted = [("rich", not options.json), ("matplotlib", options.plot is not None)]
-    for name, needed in wanted:
+    wanted = {
+        "torch": (not options.show, ""),
+        "rich": (not options.json, ", or print --json"),
+        "matplotlib": (options.plot is not None, ", or leave --plot out"),
+    }
+    for name, (needed, instead) in wanted.items():
         if needed and importlib.util.find_spec(name) is None:
-            instead = ", or print --json" if name == "rich" else ", or leave --plot out"
             raise BadUsage(f"{name} is not installed; {EXTRA}{instead}")
     if options.evidence:
         evidence.find_evidence(Path.cwd())
