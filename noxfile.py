@@ -72,6 +72,30 @@ def test_cpu(session: nox.Session, package: str) -> None:
     _run(session, python, "-m", "pytest", f"packages/{package}/tests", *session.posargs)
 
 
+def _add_kernel_tests(word: str, archs: Sequence[str]) -> None:
+    """Add the session ``test-<word>``; where that GPU is missing it says so, and the report counts it."""
+
+    def kernel_tests(session: nox.Session, package: str) -> None:
+        extras = ("compile", "kernels", "test")
+        python = _prepare(session, extras=dict.fromkeys(PROJECTS, extras), engine=True)
+        command = ["-m", "pytest", f"packages/{package}/tests"]
+        command += ["--tier", "ref,interpret,compile,device", "--arch", ",".join(archs)]
+        command += ["--report-json", f"reports/test-{word}-{package}.json"]
+        _run(session, python, *command, *session.posargs)
+
+    kernel_tests.__doc__ = f"Run a package's kernel tests, in all tiers, for {', '.join(archs)}."
+    task(name=f"test-{word}")(per_package(kernel_tests))
+
+
+for _word, _archs in {
+    "sm90": ("sm90",),
+    "sm100": ("sm100", "sm103"),  # one family
+    "sm120": ("sm120",),
+    "gfx950": ("gfx950",),
+}.items():
+    _add_kernel_tests(_word, _archs)
+
+
 @task(name="bench-sm90")
 def bench_sm90(session: nox.Session) -> None:
     """Time every op against its peers on a Hopper GPU, or those named; exit 2 on another device."""

@@ -299,6 +299,18 @@ def test_a_demanded_device_that_is_missing_fails(session, pytester, monkeypatch)
     )
 
 
+@pytest.mark.parametrize(("demanded", "status"), [("0", 0), ("1", 1)])
+def test_a_module_that_skips_itself(session, pytester, monkeypatch, demanded, status):
+    """It may hold device tests, so that it is an error where a device is demanded."""
+    monkeypatch.setenv("NUMINOUS_REQUIRE_DEVICE", demanded)
+    pytester.makepyfile(test_absent="import pytest\npytest.importorskip('no_such_module')")
+    result, report = session("--tier", "device")
+    assert (result.ret, report["exit"]) == (status, status)
+    (why,) = report["not_collected"].values()
+    assert "no_such_module" in why
+    result.stdout.fnmatch_lines(["not collected: test_absent.py: could not import *"])
+
+
 @pytest.mark.parametrize("demanded", ["0", "1"])
 def test_a_gpu_of_another_architecture(session, pytester, monkeypatch, demanded):
     monkeypatch.setenv("NUMINOUS_REQUIRE_DEVICE", demanded)

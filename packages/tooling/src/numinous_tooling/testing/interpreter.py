@@ -199,7 +199,7 @@ class ResultStream:
             stream.write(json.dumps(line) + "\n")
 
 
-def reason(report: pytest.TestReport) -> str:
+def reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Why a test was skipped, or the text of its failure."""
     if hasattr(report, "wasxfail"):
         return f"expected failure: {report.wasxfail}"

@@ -18,19 +18,19 @@ numinous-tooling.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from numinous_tooling.patching.flags import parse_bool
 from numinous_tooling.testing.interpreter import InterpretedItem, ResultStream, interpreting
 from numinous_tooling.testing.report import TierReport
 from numinous_tooling.testing.tiers import (
+    REQUIRE_DEVICE,
     SELECTION,
     Selection,
     find_device,
+    require_device,
     selection,
     tier_of,
     wrong_arch,
@@ -40,7 +40,6 @@ from numinous_tooling.workbench import ARCHS, TIERS
 if TYPE_CHECKING:
     import torch
 
-REQUIRE_DEVICE = "NUMINOUS_REQUIRE_DEVICE"
 # The interpreter computes in numpy, which warns where a GPU gives inf or NaN, and (triton 3.6.0 under numpy 2.3) at a
 # loop with a run-time bound.
 NUMPY_WARNINGS = pytest.mark.filterwarnings(
@@ -166,7 +165,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if tier != "device":
         return
     if missing := _missing_device(selection(item.config)):
-        if parse_bool(REQUIRE_DEVICE, os.environ.get(REQUIRE_DEVICE, "")):
+        if require_device():
             pytest.fail(
                 f"device tier not run: {missing}; {REQUIRE_DEVICE} demands it", pytrace=False
             )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from numinous_tooling.testing.interpreter import reason
-from numinous_tooling.testing.tiers import find_device, selection
+from numinous_tooling.testing.tiers import find_device, require_device, selection
 from numinous_tooling.workbench import TIERS
 
 SCHEMA = 1
@@ -43,6 +43,7 @@ class TierReport:
         self.entries: dict[str, Entry] = {}
         self.others: Counter[str] = Counter()
         self.has_kernels = False
+        self.uncollected: dict[str, str] = {}
 
     def expect(self, node: str, tier: str, arch: str) -> None:
         """Register a collected test."""
@@ -52,6 +53,11 @@ class TierReport:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Note, before anything is deselected, whether there are tests of any tier."""
         self.has_kernels = any(item.get_closest_marker("tier") for item in items)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note the modules that skip themselves: nobody knows which tiers they have."""
+        if report.skipped:
+            self.uncollected[report.nodeid] = reason(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note an outcome; a failure in any phase counts."""
@@ -65,13 +71,25 @@ class TierReport:
             entry.reason = reason(report) if outcome == "not_run" else ""
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write the JSON report. Tiers of a package without kernels are no error."""
+        """Write the JSON report. Tiers of a package without kernels are no error.
+
+        Where a device is demanded a module that skips itself is one, for it may hold device tests.
+        """
+        wanted = selection(self.config)
         if (
             session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED
-            and self.config.getoption("tier")
+            and wanted.tiers_named
             and not self.has_kernels
         ):
             session.exitstatus = pytest.ExitCode.OK
+        if (
+            session.exitstatus == pytest.ExitCode.OK
+            and wanted.tiers_named
+            and "device" in wanted.tiers
+            and self.uncollected
+            and require_device()
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if path := self.config.getoption("report_json"):
             target = Path(self.config.invocation_params.dir, path)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +128,7 @@ class TierReport:
             "versions": {"python": platform.python_version(), **_versions()},
             "tiers": self.counts(),
             "without_tier": dict(self.others),
+            "not_collected": self.uncollected,
             "tests": [
                 {"test": node, **{k: v for k, v in vars(entry).items() if v}}
                 for node, entry in self.entries.items()
@@ -126,6 +145,8 @@ class TierReport:
         terminalreporter.section("kernel tiers")
         for tier, row in self.counts().items():
             terminalreporter.write_line(self._line(tier, row))
+        for module, why in self.uncollected.items():
+            terminalreporter.write_line(f"not collected: {module}: {why.splitlines()[0]}")
 
     def _line(self, tier: str, row: dict[str, dict[str, Any]]) -> str:
         if not row:

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 import pytest
 
+from numinous_tooling.patching.flags import parse_bool
 from numinous_tooling.workbench import TIERS
+
+REQUIRE_DEVICE = "NUMINOUS_REQUIRE_DEVICE"
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ def find_device() -> Device:
     else:
         arch = f"sm{properties.major}{properties.minor}"
     return Device(arch, properties.name)
+
+
+def require_device() -> bool:
+    """Whether a device test that lacks its GPU fails."""
+    return parse_bool(REQUIRE_DEVICE, os.environ.get(REQUIRE_DEVICE, ""))
 
 
 def tier_of(item: pytest.Item) -> str | None:

@@ -131,9 +131,9 @@ class Op:
         peers: what a user would run instead, by name.
         binaries: what is compiled for every architecture.
         oracle: the same in fp64, against which the reference itself is tested in tier ``ref``.
-        compare_oracle: ``compare_oracle(case, got, exact)``: how the reference is judged against the oracle; default:
-            `torch.testing.assert_close` at the tolerances of the reference's dtypes, where the oracle's outputs are a
-            subset of the reference's.
+        compare_oracle: ``compare_oracle(case, got, exact)``: how the reference is judged against the oracle; `got` has
+            those of its outputs that the oracle gives too. Default: `torch.testing.assert_close` at the tolerances of
+            the reference's dtypes, where the oracle's outputs are a subset of the reference's.
         not_run: ``not_run(tier, case) -> reason`` where a case is left out of a tier (too large for the interpreter,
             say), else None.
         bench_cases: what `numinous bench` times; default: all cases.
