@@ -527,7 +527,8 @@ def test_the_command(declared: str, package: Path, capsys: pytest.CaptureFixture
     assert (package / "configs" / "gfx950" / "toy.json").is_file()
     assert command.main(["check", *arguments]) == 0
     said = capsys.readouterr()
-    assert "toy cdna gfx950: passed (gfx950): hold" in said.out
+    assert "toy cdna gfx950: passed (gfx950): 2 kernels, at most " in said.out
+    assert " 0 B spills, 8192 B shared" in said.out
     assert "60 kernels × 2 binaries × 5 architectures" in said.err
     tighten(op_of(CDNA), "gfx950", "hold", "registers", 99)
     assert command.main(["diff", *arguments, "--json"]) == 0

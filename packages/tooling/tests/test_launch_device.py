@@ -145,13 +145,21 @@ def test_a_graph_replays_with_changed_inputs(package: Path) -> None:
 
 
 def test_a_binary_may_be_loaded_inside_a_capture(package: Path) -> None:
-    x, y = numbers(5000), torch.zeros(5000, device="cuda")
+    x, y, z = (
+        numbers(20_000),
+        torch.zeros(20_000, device="cuda"),
+        torch.zeros(20_000, device="cuda"),
+    )
     later = SourceBinary("later", "csrc/launched.cu", ENTRIES, ARCHS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         scale(launch.load(MODULE, later, entry="scale"), x, y, 2.0)
+        # Asks for more shared memory than a kernel has from the start.
+        kernel = launch.load(MODULE, later, entry="reverse")
+        kernel((1,), 256, (y, z, c_int32(20_000)), shared=80_000, stream=stream())
     graph.replay()
     assert torch.equal(y, 2 * x)
+    assert torch.equal(z, y.flip(0))
 
 
 def test_a_thread_without_a_context(package: Path) -> None:

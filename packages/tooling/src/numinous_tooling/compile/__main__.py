@@ -115,12 +115,12 @@ def _line(row: dict[str, Any], command: str) -> str:
         return f"{head}: " + "\n".join(row["text"])
     if command == "diff":
         return f"{head[: -len('passed')]}" + ("; ".join(row["text"]) or "as recorded")
-    used = [
-        f"{entry} {x['registers']} registers, {x['spills']} B spills, "
-        f"{x['static_shared'] + (x['dynamic_shared'] or 0)} B shared"
-        for entry, x in row["entries"].items()
-    ]
-    return f"{head} ({row['target']}): {'; '.join(used)}"
+    entries = row["entries"].values()
+    return (
+        f"{head} ({row['target']}): {len(entries)} kernel{'s' * (len(entries) > 1)}, at most "
+        f"{max(x['registers'] for x in entries)} registers, {max(x['spills'] for x in entries)} B spills, "
+        f"{max(x['static_shared'] + (x['dynamic_shared'] or 0) for x in entries)} B shared"
+    )
 
 
 def _aot(names: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,16 @@ def report(op: Op, binary: TritonBinary | SourceBinary, arch: str) -> Report:
     entries = {entry: Resources(**values) for entry, values in row["entries"].items()}
     if isinstance(binary, SourceBinary) and (absent := set(binary.entries) - set(entries)):
         raise CompileError(
-            f"{binary.name} for {arch}: no kernel {', '.join(sorted(absent))} in it; "
-            f"there are {', '.join(entries) or 'none'}"
+            f"{binary.name} for {arch}: no kernel {_named(absent)} in it; there are {_named(entries)}"
         )
     seconds = cache.seconds(folder, kept)
     return Report(target, compiler, code, entries, seconds, not made, row["unread"])
+
+
+def _named(names: Iterable[str], most: int = 8) -> str:
+    found = sorted(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more or "none"
 
 
 def _compile(op: Op, binary: TritonBinary | SourceBinary, arch: str) -> tuple[str, str, Path]:
