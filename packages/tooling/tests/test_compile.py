@@ -8,6 +8,8 @@ import functools
 import json
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -165,6 +167,24 @@ def test_a_failed_compilation_leaves_nothing_in_the_cache(
     assert {path.name for path in cache.folder().iterdir() if path.suffix != ".lock"} == {"k"}
 
 
+def test_several_workers_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    calls = []
+
+    def slow(out: Path) -> None:
+        calls.append(out)
+        time.sleep(0.05)
+        (out / "code").write_text("x")
+
+    threads = [threading.Thread(target=cache.kept, args=("k", slow)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert (cache.kept("k", slow) / "code").read_text() == "x"
+
+
 # CUDA C++
 
 
@@ -289,6 +309,58 @@ def test_the_specialisation_is_that_of_the_launch() -> None:
             assert [*(values.mnemonics or {}).values()] == [times], (arch, binary.aligned)
 
 
+class NoDevice:
+    """Triton's driver on a machine without one: names a target, launches nothing."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> object:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(*jit.TARGETS[self.arch])
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("arch", ["sm90", "gfx950"])
+def test_the_code_is_what_a_launch_compiles(
+    arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte; stride is 1 and weight is None, as the launch would fold them."""
+    torch = pytest.importorskip("torch")
+    from triton.runtime import driver
+
+    from numinous_compile_toys.jitted import normalise
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(driver, "_active", NoDevice(arch))
+    x = torch.zeros(64, 1024, dtype=torch.bfloat16)
+    launched = normalise.warmup(
+        x, None, x, 1, 1024, 1000, 1e-6, BLOCK=1024, num_warps=8, grid=(64,)
+    )
+    binary = TritonBinary(
+        "normalise",
+        f"{MODULE}.jitted:normalise",
+        {"x": "*bf16", "y": "*bf16", "row": "i32", "n": "i32", "eps": "fp32"},
+        {"weight": None, "stride": 1, "BLOCK": 1024},
+        ["x", "y", "row"],
+        {"num_warps": 8},
+    )
+    kind = "hsaco" if arch == "gfx950" else "cubin"
+
+    def code(of: TritonBinary) -> bytes:
+        return (jit.compile_arch(of, arch) / f"normalise.{kind}").read_bytes()
+
+    assert code(binary) == launched.asm[kind]
+    assert code(dataclasses.replace(binary, aligned=["x", "y"])) != launched.asm[kind]
+
+
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize(
     ("arch", "load"), [("sm90", "LDG.E.128"), ("gfx950", "global_load_dwordx4")]
@@ -404,6 +476,18 @@ def test_a_binary_without_a_budget_fails_and_says_how_to_record_it() -> None:
     gate.record(op, {("cdna", "gfx950"): made})
     assert [*gate.diff(op, CDNA, "gfx950", made)] == []
     gate.check(op, CDNA, "gfx950")
+
+
+@pytest.mark.usefixtures("rocm")
+def test_recording_keeps_the_others_and_drops_what_is_gone() -> None:
+    other = dataclasses.replace(CDNA, name="other")
+    both = op_of(CDNA, other)
+    made = report.report(both, CDNA, "gfx950")
+    gate.record(both, {("cdna", "gfx950"): made})
+    gate.record(both, {("other", "gfx950"): made})
+    assert sorted(gate.budgets(both, "gfx950")) == ["cdna", "other"]
+    gate.record(op_of(other), {("other", "gfx950"): made})
+    assert sorted(gate.budgets(both, "gfx950")) == ["other"]
 
 
 @pytest.mark.usefixtures("rocm")

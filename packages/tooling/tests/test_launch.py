@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import subprocess
@@ -81,14 +82,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ship(module: Path, arch: str, target: str) -> None:
     folder = module / "binaries" / arch
     folder.mkdir(parents=True)
-    (folder / "toy.cubin").write_bytes(f"{target}-code".encode())
+    code = f"{target}-code".encode()
+    (folder / "toy.cubin").write_bytes(code)
     row = {
         "file": "toy.cubin",
         "target": target,
         "source": "csrc/toy/kernel.cu",
         "defines": {},
         "digest": sources.digest(module, "csrc/toy/kernel.cu", {}),
-        "sha256": "",
+        "sha256": hashlib.sha256(code).hexdigest(),
         "entries": ["scale"],
         "compiler": "none",
         "resources": {},
@@ -148,6 +150,17 @@ def test_shared_memory_above_48_kib_is_asked_for_once(driver: Driver, package: P
     assert asked == ["attribute 8=100000 device 0", "attribute 8=200000 device 0"]
     with pytest.raises(RuntimeError, match=r"scale asks for 232000 bytes .* CUDA_ERROR_INVALID"):
         kernel((1,), 32, ARGS, stream=0, shared=232_000)
+
+
+def test_occupancy_is_asked_for_once(driver: Driver, package: Path) -> None:
+    kernel = launch.load("numinous_toy", "toy", entry="scale")
+    asked = [kernel.blocks_per_processor(*use) for use in ((128,), (128,), (256, 100_000))]
+    assert asked == [16, 16, 8]
+    assert driver.lines[-3:] == [
+        "occupancy 128 0",
+        "attribute 8=100000 device 0",
+        "occupancy 256 100000",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +275,12 @@ def test_the_binary_of_one_chip_does_not_serve_its_family() -> None:
     assert not launch.runs_on("sm_90a", (10, 0))
     assert launch.runs_on("sm_120a", (12, 0))
     assert not launch.runs_on("sm_103f", (10, 0))
+
+
+def test_damaged_machine_code_is_not_loaded(driver: Driver, package: Path) -> None:
+    (package / "binaries" / "sm90" / "toy.cubin").write_bytes(b"sm_90a-cod")
+    with pytest.raises(RuntimeError, match=r"toy.cubin is damaged; install numinous_toy again$"):
+        launch.load("numinous_toy", "toy", entry="scale")
 
 
 def test_without_machine_code_one_line_lists_what_there_is(driver: Driver, package: Path) -> None:

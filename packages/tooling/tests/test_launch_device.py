@@ -96,6 +96,12 @@ def test_shared_memory_above_48_kib(package: Path) -> None:
         kernel((1,), 256, (x, y, c_int32(1)), shared=400_000, stream=stream())
 
 
+def test_occupancy(package: Path) -> None:
+    kernel = toy("reverse")
+    assert kernel.blocks_per_processor(256) >= 4
+    assert kernel.blocks_per_processor(256, 90_000) in (1, 2)
+
+
 def test_grids_and_clusters(package: Path) -> None:
     kernel = toy("place")
     for grid, cluster in (((4, 3, 2), None), ((4, 3, 2), (2,)), ((4, 4), (2, 4, 1))):

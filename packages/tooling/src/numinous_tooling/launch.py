@@ -14,6 +14,7 @@ Needs a driver of CUDA 12.4 or newer. HIP code objects are built by `numinous_to
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import os
 import sys
@@ -67,6 +68,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
     "cuFuncLoad": (c_void_p,),
     "cuKernelGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
     "cuKernelGetAttribute": (POINTER(c_int), c_int, c_void_p, c_int),
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -223,6 +225,7 @@ class Kernel:
             # Lazy loading would load at the first launch, which may be inside a capture.
             driver.call("cuFuncLoad", driver.handle("cuKernelGetFunction", handle))
         self._handle = c_void_p(handle)
+        self._blocks: dict[tuple[int, int, int], int] = {}
         self.parameters = driver.parameters(handle)
         static = driver.number("cuKernelGetAttribute", _SHARED_SIZE, handle, driver.device())
         self._shared_free = _SHARED_WITHOUT_OPT_IN - static
@@ -298,6 +301,17 @@ class Kernel:
                 + self._driver.error(code)
             )
         self._frames.append(frame)
+
+    def blocks_per_processor(self, block: int, shared: int = 0) -> int:
+        """Blocks of `block` threads with `shared` bytes of dynamic memory that one multiprocessor runs at once."""
+        key = (self._driver.device(), block, shared)
+        if key not in self._blocks:
+            if shared > self._shared_free:
+                self._allow_shared(shared)
+            function = self._driver.handle("cuKernelGetFunction", self._handle)
+            name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+            self._blocks[key] = self._driver.number(name, function, block, shared)
+        return self._blocks[key]
 
     def _misfit(self, index: int, got: str) -> str:
         return (
@@ -429,7 +443,11 @@ def _machine_code(package: str, binary: SourceBinary, capability: tuple[int, int
         if row is None or not runs_on(row.target, capability):
             continue
         if digest in (None, row.digest):
-            return (module / shipped.FOLDER / arch / row.file).read_bytes()
+            path = module / shipped.FOLDER / arch / row.file
+            code = path.read_bytes()
+            if hashlib.sha256(code).hexdigest() != row.sha256:
+                raise RuntimeError(f"{path} is damaged; install {package} again")
+            return code
         reason = f"what it ships for {arch} was made from other sources"
     if digest is not None and names:
         from numinous_tooling.compile import cuda

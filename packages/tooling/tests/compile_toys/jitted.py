@@ -31,6 +31,18 @@ def double(x, y, n, BLOCK: tl.constexpr):
     tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
 
 
+@triton.jit
+def normalise(x, weight, y, stride, row, n, eps, BLOCK: tl.constexpr):
+    """y [M, n] = x / rms(x) · weight, rows `row` apart; no weight is all ones."""
+    at = tl.program_id(0) * row + tl.arange(0, BLOCK) * stride
+    inside = tl.arange(0, BLOCK) < n
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    out = values * tl.rsqrt(tl.sum(values * values) / n + eps)
+    if weight is not None:
+        out *= tl.load(weight + tl.arange(0, BLOCK) * stride, mask=inside, other=0.0)
+    tl.store(y + at, out, mask=inside)
+
+
 @gluon.jit
 def double_gluon(x, y, N: gl.constexpr, L: gl.constexpr):
     """y [N] = 2 x [N]."""
