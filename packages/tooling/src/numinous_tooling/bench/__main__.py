@@ -7,6 +7,7 @@ Exit codes: 0 holds; 1 the gate is red, or ours is slower than --against beyond 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--case", action="append", default=[], metavar="GLOB", help="cases by id; repeatable")
     add("--provider", action="append", default=[], metavar="GLOB", help="providers; repeatable")
     add("--samples", type=int, default=SAMPLES, metavar="N", help="counted rounds (%(default)s)")
+    add("--l2", choices=("cold", "rotate"), help="state of the cache (default: the op's own)")
     add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tests the path, no more")
     add("--arch", metavar="ARCH", help="refuse (exit 2) a device that is not this one, e.g. sm90")
     add("--evidence", action="store_true", help="append records to evidence/<package>/<op>.jsonl")
@@ -70,6 +72,11 @@ def _run(options: argparse.Namespace) -> int:
     ops = {name: load_op(name) for name in options.ops or declared_ops()}
     if not ops:
         raise BadUsage("no catalogue lists an op; name one as module:OP")
+    if options.l2:
+        ops = {
+            name: dataclasses.replace(op, bench_options={**op.bench_options, "l2": options.l2})
+            for name, op in ops.items()
+        }
     report = _measure(options, ops)
     records = report["records"]
     report["against"] = _compare(options.against, records) if options.against and records else []

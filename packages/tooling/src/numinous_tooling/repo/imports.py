@@ -2,7 +2,7 @@
 """Rules about who imports whom, read from the syntax tree; nothing is imported.
 
 - *arrow*: inside a package hooks → engine → kernels → formats, never back;
-- *engine-import*: `sglang` is imported in `engine/` only, under TYPE_CHECKING too;
+- *engine-import*: `sglang` is imported in `engine/` only, under TYPE_CHECKING too; in `workbench/` inside functions, as a peer;
 - *torch-free*: hooks, `features.py` and `catalog.py` load without torch, triton, `engine/` and `kernels/`;
 - *stdlib-only*: the core of numinous-tooling loads with the standard library alone (everything but the rooms in `WITH_EXTRAS`);
 - *siblings*: a package imports itself and numinous-tooling, and the latter only if its pyproject.toml says so.
@@ -105,7 +105,7 @@ def _judge(package: Package, room: str, item: Import) -> Iterator[tuple[str, str
     target = parts[1] if item.top == package.module and len(parts) > 1 else ""
     if room in LAYERS and target in LAYERS and LAYERS.index(target) > LAYERS.index(room):
         yield "arrow", f"{room} imports {target}; the arrow is hooks → engine → kernels → formats"
-    if item.top == ENGINE and room != "engine":
+    if item.top == ENGINE and room != "engine" and (room != "workbench" or item.eager):
         yield "engine-import", f"{item.name} is imported outside engine/; move the code there"
     if (
         room in DECLARATIONS

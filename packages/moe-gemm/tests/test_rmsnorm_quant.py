@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused RMSNorm and FP8 quantisation: all tiers of the op, then what is particular to it.
+
+Cases cover every launch shape (threads of a row, vectors of a thread), every scale layout, and rows of NaN, inf, zeros,
+subnormals and the largest numbers; shapes in between differ from these in trip counts only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from numinous_moe_gemm.kernels import rmsnorm_quant as kernels
+from numinous_moe_gemm.kernels.rmsnorm_quant import add_rmsnorm_quant_fp8, rmsnorm_quant_fp8
+from numinous_moe_gemm.workbench import rmsnorm_quant as workbench
+from numinous_moe_gemm.workbench.rmsnorm_quant import EPS, OP, Case
+from numinous_tooling.scale_layouts import with_padding
+from numinous_tooling.testing.kernels import KernelTests
+from numinous_tooling.testing.tensors import assert_bitwise_equal
+from numinous_tooling.workbench import case_id
+
+
+class TestRmsnormQuant(KernelTests):
+    op = OP
+
+
+WIDTHS = [case for case in OP.cases if case.hidden >= 512]
+
+
+def _with(case: Case, **changes: Any) -> Case:
+    return Case(**{**case.__dict__, **changes})
+
+
+# --- The Triton path given rstd -------------------------------------------------------------------------------------
+
+
+def _given_rstd(case: Case, device: torch.device) -> None:
+    """Both with the same rstd: then every output is the reference's, bit for bit."""
+    inputs, other = (OP.make_inputs(case, 3, device) for _ in range(2))
+    x, residual = inputs["x"], inputs["residual"]
+    h = x.float() if residual is None else x.float() + residual.float()
+    rstd = (h.square().mean(-1) + EPS).rsqrt()
+    want = workbench._reference(_with(case, bf16=True), other, rstd=rstd)
+
+    call = kernels._checked(
+        x,
+        residual,
+        inputs["weight"],
+        EPS,
+        case.scales,
+        case.gemma,
+        inputs["static_scale"],
+        torch.empty_like(x),
+        "triton",
+    )
+    kernels._launch_triton(call, rstd=rstd)
+    assert_bitwise_equal("q", call.q.view(torch.uint8), want["q"])
+    assert call.y is not None
+    assert_bitwise_equal("y", workbench._ordered(call.y), workbench._ordered(want["y"]))
+    if call.scale is not None:
+        assert_bitwise_equal("scale", call.scale, want["scale"])
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("case", WIDTHS, ids=case_id)
+def test_triton_given_rstd_interpreted(case: Case) -> None:
+    _given_rstd(case, torch.device("cpu"))
+
+
+@pytest.mark.tier("device")
+@pytest.mark.parametrize("case", WIDTHS, ids=case_id)
+def test_triton_given_rstd(case: Case, gpu: torch.device) -> None:
+    _given_rstd(case, gpu)
+
+
+# --- The CUDA path against the engine -------------------------------------------------------------------------------
+
+
+def _engine_or_skip() -> None:
+    pytest.importorskip("sgl_kernel", reason="the engine is not installed")
+    pytest.importorskip("sglang", reason="the engine is not installed")
+    norm = pytest.importorskip("flashinfer.norm", reason="FlashInfer is not installed")
+    if norm._use_cuda_norm(torch.device("cuda")):
+        pytest.skip("FlashInfer runs its CUDA norm here (no CuTe DSL), which sums in another order")
+
+
+ENGINE_CASES = [
+    *(_with(case, bf16=True) for case in OP.cases if case.rows and case.hidden >= 256),
+    *(Case(rows, 7168, residual=True, bf16=True) for rows in (64, 263, 266, 1000)),
+    *(Case(rows, 4096, scales="ue8m0", bf16=True) for rows in (265, 4097)),
+    *(Case(rows, 2048, scales="row", residual=True, bf16=True) for rows in (300, 1001)),
+    Case(777, 5120, residual=True, bf16=True, gemma=True),
+    Case(533, 16384, residual=True, bf16=True, scales="tensor"),
+]
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("schedule", ["single", "stream"])
+@pytest.mark.parametrize("case", ENGINE_CASES, ids=case_id)
+def test_bits_of_the_engine(case: Case, schedule: str, gpu: torch.device, monkeypatch: Any) -> None:
+    """Both schedules give every bit of the engine's norm followed by its quantisation."""
+    _engine_or_skip()
+    launch = kernels._launch_cuda
+    monkeypatch.setattr(kernels, "_launch_cuda", lambda call: launch(call, schedule))
+    got = OP.implementations["cuda"].run(case, OP.make_inputs(case, 5, gpu))
+    want = workbench._engine(case, OP.make_inputs(case, 5, gpu))
+    for name in got:
+        if got[name] is None:
+            continue
+        mine, theirs = got[name].contiguous(), want[name].contiguous()
+        if mine.dtype == torch.bfloat16:  # every NaN is the same
+            mine, theirs = workbench._ordered(mine), workbench._ordered(theirs)
+        kind = {1: torch.uint8, 4: torch.int32}[mine.element_size()]
+        assert_bitwise_equal(name, mine.view(kind), theirs.view(kind))
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("hidden", [512, 640, 7168])
+def test_layout_of_deep_gemm(rows: int, hidden: int, gpu: torch.device) -> None:
+    """Packed exponents are what DeepGEMM's own transform makes of the rounded fp32 scales."""
+    deep_gemm = pytest.importorskip("deep_gemm", reason="DeepGEMM is not installed")
+    case = Case(rows, hidden, scales="ue8m0")
+    inputs = OP.make_inputs(case, 1, gpu)
+    out = rmsnorm_quant_fp8(inputs["x"], inputs["weight"], EPS, scales="ue8m0")
+    plain = workbench.scales_as_rows(case, out.scale, inputs)
+    packed = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(plain.contiguous())
+    assert packed.stride() == out.scale.stride()
+    assert_bitwise_equal("scale", out.scale, packed)
+
+
+# --- Both schedules, edges ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("scales", ["column", "ue8m0"])
+@pytest.mark.parametrize("schedule", ["single", "stream"])
+@pytest.mark.parametrize("rows", [1, 3, 266])
+def test_padding_rows_are_zero(
+    rows: int, schedule: str, scales: str, gpu: torch.device, monkeypatch: Any
+) -> None:
+    launch = kernels._launch_cuda
+    monkeypatch.setattr(kernels, "_launch_cuda", lambda call: launch(call, schedule))
+    _poison(monkeypatch)
+    inputs = OP.make_inputs(Case(rows, 640, scales=scales), 1, gpu)
+    out = rmsnorm_quant_fp8(inputs["x"], inputs["weight"], scales=scales)
+    padding = with_padding(out.scale)[rows:]
+    assert len(padding) == -rows % 4
+    assert not padding.view(torch.int32).any()
+
+
+def _poison(monkeypatch: Any) -> None:
+    """Scale buffers come filled with 0x7f bytes."""
+    empty = kernels.empty_column_major
+
+    def poisoned(*shape: int, **options: Any) -> torch.Tensor:
+        scale = empty(*shape, **options)
+        with_padding(scale).view(torch.int32).fill_(0x7F7F7F7F)
+        return scale
+
+    monkeypatch.setattr(kernels, "empty_column_major", poisoned)
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("scales", ["column", "ue8m0"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_rows_are_zero_interpreted(rows: int, scales: str, monkeypatch: Any) -> None:
+    _poison(monkeypatch)
+    inputs = OP.make_inputs(Case(rows, 640, scales=scales), 1, "cpu")
+    out = rmsnorm_quant_fp8(inputs["x"], inputs["weight"], scales=scales, impl="triton")
+    assert not with_padding(out.scale)[rows:].view(torch.int32).any()
+
+
+@pytest.mark.tier("device")
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_rows_of_another_stride(impl: str, gpu: torch.device) -> None:
+    """Rows cut from wider ones give what contiguous rows give; what lies between them stays."""
+    inputs = OP.make_inputs(Case(70, 1024, residual=True), 2, gpu)
+    x, residual, weight = inputs["x"], inputs["residual"], inputs["weight"]
+    plain, sums = residual.clone(), residual.clone()
+    want = add_rmsnorm_quant_fp8(x, plain, weight, impl=impl)
+    wide = torch.full((3, 70, 1280), float("nan"), dtype=torch.bfloat16, device=gpu)
+    wide[0, :, :1024], wide[1, :, :1024] = x, sums
+    y = wide[2, :, :1024]
+    got = add_rmsnorm_quant_fp8(wide[0, :, :1024], wide[1, :, :1024], weight, y=y, impl=impl)
+    assert_bitwise_equal("q", got.q.view(torch.uint8), want.q.view(torch.uint8))
+    assert_bitwise_equal("residual", wide[1, :, :1024].contiguous(), plain)
+    assert wide[:, :, 1024:].isnan().all()
+
+
+@pytest.mark.tier("device")
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_y_may_be_x(impl: str, gpu: torch.device) -> None:
+    inputs = OP.make_inputs(Case(300, 4096, residual=True), 2, gpu)
+    x, residual, weight = inputs["x"], inputs["residual"], inputs["weight"]
+    y, other = torch.empty_like(x), residual.clone()
+    want = add_rmsnorm_quant_fp8(x, residual, weight, y=y, impl=impl)
+    got = add_rmsnorm_quant_fp8(x, other, weight, y=x, impl=impl)
+    assert_bitwise_equal("y", x, y)
+    assert_bitwise_equal("q", got.q.view(torch.uint8), want.q.view(torch.uint8))
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_more_than_2_31_elements(impl: str, gpu: torch.device) -> None:
+    """The last rows of 2^31 + elements are right: 4.3 GB of input."""
+    hidden = 16384
+    rows = 2**31 // hidden + 3
+    x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device=gpu)
+    inputs = OP.make_inputs(Case(3, hidden), 4, gpu)
+    x[-3:] = inputs["x"]
+    got = rmsnorm_quant_fp8(x, inputs["weight"], EPS, scales="row", impl=impl)
+    want = rmsnorm_quant_fp8(inputs["x"], inputs["weight"], EPS, scales="row", impl=impl)
+    assert_bitwise_equal("q", got.q[-3:].view(torch.uint8), want.q.view(torch.uint8))
+    assert_bitwise_equal("scale", got.scale[-3:], want.scale)
+
+
+# --- Refusals -------------------------------------------------------------------------------------------------------
+
+X = torch.ones(2, 256, dtype=torch.bfloat16)
+W = torch.ones(256, dtype=torch.bfloat16)
+S = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "arguments"),
+    [
+        (TypeError, "x: expected bfloat16, got torch.float16", {"x": X.half()}),
+        (TypeError, "weight: expected bfloat16", {"weight": W.float()}),
+        (TypeError, "residual: expected bfloat16", {"residual": X.float()}),
+        (ValueError, "x: expected .* with two dimensions", {"x": X[None]}),
+        (ValueError, "residual: expected", {"residual": X[:1]}),
+        (ValueError, "y: expected", {"y": X[:1]}),
+        (ValueError, "weight: expected .256.", {"weight": W[:128]}),
+        (ValueError, "multiple of 128, got 200", {"x": X[:, :200], "weight": W[:200]}),
+        (ValueError, "multiple of 128, got 0", {"x": X[:, :0], "weight": W[:0]}),
+        (ValueError, "lie side by side", {"x": torch.ones(256, 2, dtype=torch.bfloat16).T}),
+        (ValueError, "may not overlap", {"y": torch.ones(256, dtype=torch.bfloat16).expand(2, 256)}),
+        (ValueError, "scales is one of", {"scales": "columns"}),
+        (ValueError, "static_scale goes with", {"scales": "tensor"}),
+        (ValueError, "static_scale goes with", {"static_scale": S}),
+        (ValueError, "one float32", {"scales": "tensor", "static_scale": S.double()}),
+        (ValueError, "one float32", {"scales": "tensor", "static_scale": torch.ones(2)}),
+        (ValueError, "impl is", {"impl": "cutlass"}),
+        (ValueError, "x and residual are the same memory", {"residual": X}),
+        (ValueError, "needs tensors on an NVIDIA GPU", {"impl": "cuda"}),
+    ],
+)  # fmt: skip
+def test_refusals(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
+    call: dict[str, Any] = {"x": X, "weight": W, "impl": "triton", **arguments}
+    function = add_rmsnorm_quant_fp8 if "residual" in call else rmsnorm_quant_fp8
+    with pytest.raises(error, match=text):
+        function(**call)
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize(
+    ("text", "hidden", "offset"),
+    [("256 … 16384, got 128", 128, 0), ("got 16512", 16512, 0), ("multiples of 16 bytes", 256, 1)],
+)
+def test_cuda_refusals(text: str, hidden: int, offset: int, gpu: torch.device) -> None:
+    x = torch.ones(2, hidden + offset, dtype=torch.bfloat16, device=gpu)[:, offset:]
+    with pytest.raises(NotImplementedError, match=text):
+        rmsnorm_quant_fp8(x, torch.ones(hidden, dtype=torch.bfloat16, device=gpu), impl="cuda")
