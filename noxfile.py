@@ -127,6 +127,13 @@ def hooks_check(session: nox.Session) -> None:
 
 
 @task
+def catalog(session: nox.Session) -> None:
+    """Judge the rows of all kernels and the page made from them; `-- --write` writes docs/catalog.md."""
+    python = _prepare(session, extras={"tooling": ()})
+    _run(session, python, "-m", "numinous_tooling.catalog", *session.posargs)
+
+
+@task
 def build(session: nox.Session) -> None:
     """Build sdist and wheel of each package, or of those named, and import them in a clean environment."""
     python = _prepare_build(session)

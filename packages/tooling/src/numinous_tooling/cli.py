@@ -246,6 +246,34 @@ def gate(context: typer.Context) -> None:
     raise typer.Exit(gate_main(context.args))
 
 
+@app.command()
+def catalog(
+    arch: Annotated[
+        str | None, typer.Option(help="Show this architecture only, for example sm120.")
+    ] = None,
+    op: Annotated[str | None, typer.Option(help="A name, or a pattern with * and ?.")] = None,
+    as_json: JSON = False,
+) -> None:
+    """List the kernels of the installed packages: where each is proven and how, its flag, peers and records."""
+    from .catalog import catalog_report
+
+    report, code = catalog_report(arch, op)
+    if as_json:
+        _print_json(report)
+        raise typer.Exit(code)
+    table = Table("op", "package", *report["archs"], "flag", "peers", "records")
+    for column in table.columns[:-2]:
+        column.no_wrap = True
+    for row in report["kernels"]:
+        words = [word or "-" for word in row["arch"].values()]
+        peers, records = (", ".join(row[name]) or "-" for name in ("peers", "evidence"))
+        table.add_row(row["op"], row["package"], *words, row["flag"] or "-", peers, records)
+    out.print(table)
+    if not report["kernels"]:
+        err.print("no installed package has kernels", style="yellow")
+    raise typer.Exit(code)
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,

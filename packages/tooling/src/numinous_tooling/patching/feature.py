@@ -36,6 +36,11 @@ HOOK_KINDS = ("around", "before", "after", "replace", "value")
 _ID = re.compile(r"^[a-z0-9]+\.[a-z0-9_]+$")
 
 
+def flag_of(feature: str) -> str:
+    """The environment variable of a feature id, ``NUMINOUS_<WORD>_<NAME>``."""
+    return "NUMINOUS_" + feature.upper().replace(".", "_")
+
+
 @dataclass(frozen=True)
 class Pin:
     """A function of the engine that a patch was written against.
@@ -225,8 +230,8 @@ class Feature:
 
     @property
     def flag(self) -> str:
-        """The environment variable that switches it, ``NUMINOUS_<WORD>_<NAME>``."""
-        return "NUMINOUS_" + self.id.upper().replace(".", "_")
+        """The environment variable that switches it."""
+        return flag_of(self.id)
 
     @property
     def on_disk(self) -> bool:

@@ -4,7 +4,7 @@
 `root-files` and `layout` (nothing lies where it does not belong) · `file-names` (no drawer modules) · `spdx` ·
 `length` · `syntax` · `workplace` (no paths of somebody's machine) · `fill` (no unanswered question of the template) ·
 `headings`, `changelog`, `license` (what each package has) · `evidence` (named records exist, each record is complete) ·
-`evidence-table` (tables in documents are those of the records).
+`evidence-table` (tables in documents are those of the records) · `catalog` (rows of kernels hold, their page is fresh).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -152,7 +153,8 @@ def check_python(checkout: Checkout) -> Iterator[Finding]:
         if package and parts[2:4] == ("src", package.module):
             for line, rule, said in check_imports(package, file, tree):
                 yield Finding(file, line, rule, said)
-            yield from _check_declared_evidence(checkout, file, tree)
+            if parts[4:] != ("catalog.py",):  # names records by id; see check_catalog
+                yield from _check_declared_evidence(checkout, file, tree)
 
 
 def _check_declared_evidence(checkout: Checkout, file: str, tree: ast.Module) -> Iterator[Finding]:
@@ -297,10 +299,36 @@ def _check_version(package: Package) -> Iterator[Finding]:
         yield Finding(init, 1, "changelog", said)
 
 
+def check_catalog(checkout: Checkout) -> Iterator[Finding]:
+    """The rows of every ``catalog.py``, judged where the checkout's own packages can be imported, and their page."""
+    page = (checkout.root / "docs/catalog.md").is_file()
+    if not page and not any(
+        (p.source / "catalog.py").is_file() for p in checkout.packages.values()
+    ):
+        return
+    tooling = str(Path(evidence.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "numinous_tooling.catalog", "--check"],
+        cwd=checkout.root,
+        env={**os.environ, "PYTHONPATH": tooling},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode not in (0, 1):
+        raise RepoError(f"catalog: {done.stderr.strip()}")
+    found = re.findall(r"^(.+?):(\d+): (catalog): (.*)$", done.stdout, re.MULTILINE)
+    if len(found) != len(done.stdout.splitlines()) or bool(found) != bool(done.returncode):
+        raise RepoError(f"catalog: {done.stdout.strip() or done.stderr.strip()}")
+    for file, line, rule, text in found:
+        yield Finding(file, int(line), rule, text)
+
+
 CHECKS: tuple[Callable[[Checkout], Iterator[Finding]], ...] = (
     check_places,
     check_python,
     check_text,
     check_evidence,
     check_packages,
+    check_catalog,
 )
