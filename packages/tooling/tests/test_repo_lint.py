@@ -129,9 +129,6 @@ FAULTS = [
     ),
     Fault("torch-free", f"{SCHEDULER}/hooks/x.py", MODULE + "import torch.nn\n", 2, "hook"),
     Fault(
-        "torch-free", f"{SCHEDULER}/catalog.py", MODULE + "from triton import jit\n", 2, "catalog"
-    ),
-    Fault(
         "torch-free", f"{SCHEDULER}/features.py", MODULE + "from .kernels import x\n", 2, "kernel"
     ),
     Fault(
