@@ -51,7 +51,7 @@ AMAX_FLOOR = 1e-10
 DIVISION_LIMIT = 2.0**126  # above it div.approx.ftz.f32 gives 0
 
 Scales = Literal["row", "column", "ue8m0", "tensor"]
-SCALES = ("row", "column", "ue8m0", "tensor")
+SCALES: tuple[Scales, ...] = ("row", "column", "ue8m0", "tensor")
 
 
 class NormQuant(NamedTuple):
@@ -349,11 +349,15 @@ def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = Non
         else:
             held = next(count for count in STREAM_VECTORS[width] if vectors <= count)
             kernel = _load(f"stream_{width}_{held}", variant)
-            shared += 16 * STREAM_THREADS * held * (1 if call.residual is None else 2)
+            add = call.residual is not None
+            shared += 16 * STREAM_THREADS * held * (2 if add else 1)
             tiles = -(-call.rows * width // STREAM_THREADS)
             at_once = processors * kernel.blocks_per_processor(STREAM_THREADS, shared)
-            # As many blocks as run at once, or fewer that then have the same number of turns.
-            grid, threads = -(-tiles // -(-tiles // at_once)), STREAM_THREADS
+            # Without a residual the arithmetic counts: as many blocks as run at once, or fewer that then have the same
+            # number of turns. With one, device memory does, and blocks that start together would read together and
+            # write together: a block for each tile was 6 % faster on an H200.
+            grid = tiles if add else -(-tiles // -(-tiles // at_once))
+            threads = STREAM_THREADS
         kernel((grid,), threads, (params,), shared=shared, stream=stream, pdl=True)
 
 

@@ -45,24 +45,25 @@ def run_facts(clock: Clock, environ: Mapping[str, str]) -> dict[str, Any]:
 def source_state(folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
     """Commit of the checkout around `folder` and whether it is dirty; records that were just written do not count.
 
-    Without a repository, ``NUMINOUS_COMMIT`` says it: 40 hex digits, with ``-dirty`` at the end where that holds
-    (``git describe --always --abbrev=40 --exclude='*' --dirty`` prints it so).
+    ``NUMINOUS_COMMIT`` says it where set: on a host whose copy has no repository, or one that was left behind. 40 hex digits,
+    with ``-dirty`` at the end where that holds (``git describe --always --abbrev=40 --exclude='*' --dirty`` prints it so).
 
     Raises:
-        ValueError: the variable is used and says something else.
+        ValueError: the variable says something else.
     """
+    if said := environ.get(COMMIT):
+        found = _COMMIT.fullmatch(said)
+        if found is None:
+            raise ValueError(
+                f"{COMMIT} is {said!r}; want 40 hex digits, then -dirty where that holds"
+            )
+        return {"commit": found["commit"], "dirty": bool(found["dirty"])}
     for root in folder.resolve().parents:
         # A repository that merely holds an environment in which we are installed says nothing about us.
         ours = (root / ".git").exists() and (root / "packages" / "tooling").is_dir()
         if ours and (state := provenance.git_state(root, ":(top)", ":(top,exclude)evidence")):
             return state
-    said = environ.get(COMMIT)
-    if said is None:
-        return {"commit": None, "dirty": None}
-    found = _COMMIT.fullmatch(said)
-    if found is None:
-        raise ValueError(f"{COMMIT} is {said!r}; want 40 hex digits, then -dirty where that holds")
-    return {"commit": found["commit"], "dirty": bool(found["dirty"])}
+    return {"commit": None, "dirty": None}
 
 
 def package_version(op: Op) -> str:

@@ -292,7 +292,11 @@ __device__ __forceinline__ void store_codes(const Params& p, const uint4 (&y)[n]
 template <bool kUe8m0, bool kVote, int n>
 __device__ __forceinline__ void finish(const Params& p, const uint4 (&y)[n], const Row& row, int column, int span,
                                        float inverse) {
-  uint32_t amax2[(n + 1) / 2];
+  uint32_t amax2[(n + 1) / 2] = {};
+  if (p.static_scale != nullptr) {
+    store_codes<kUe8m0, false>(p, y, amax2, row, column, span, inverse);
+    return;
+  }
   if constexpr (kVote) {
     uint32_t most = 0;
 #pragma unroll
@@ -322,22 +326,23 @@ __device__ __forceinline__ float inverse_of(const Params& p) {
 constexpr int kStreamThreads = 128;
 
 // Dynamic shared memory: the weights in fp32, first halves of all vectors, then second halves (no bank conflicts); then the
-// vectors of the row under way, in places that only their thread reads and writes: no barrier stands between rows.
+// vectors of the row under way, in places that only their thread reads and writes.
 template <int kWidth, int kVectors, bool kAdd, bool kUe8m0>
 __device__ __forceinline__ void stream(const Params& p) {
-  constexpr int kRows = kStreamThreads / kWidth, kWarps = kWidth / 32;
+  constexpr int kThreads = kStreamThreads, kRows = kThreads / kWidth, kWarps = kWidth / 32;
   constexpr int kSpan = kWidth * kVec;  // elements from a thread's vector to its next
   extern __shared__ float4 weights[];
-  __shared__ float partial[2][kStreamThreads / 32];
-  const int lane = threadIdx.x % kWidth, start = lane * kVec, halves = p.hidden / kVec;
+  __shared__ float partial[2][kThreads / 32];
+  const int lane = threadIdx.x % kWidth, halves = p.hidden / kVec;
+  const int start = lane * kVec;  // column of the first vector
   uint4* const stage = reinterpret_cast<uint4*>(weights + 2 * halves) + threadIdx.x;
 
   // Under way before the kernel ahead has ended: the weights do not depend on it.
-  constexpr int kFill = (kVectors + kRows - 1) / kRows;
+  constexpr int kFill = (kVectors * kWidth + kThreads - 1) / kThreads;
   uint4 packed[kFill];
 #pragma unroll
   for (int i = 0; i < kFill; ++i) {
-    const int v = threadIdx.x + i * kStreamThreads;
+    const int v = threadIdx.x + i * kThreads;
     packed[i] = v < halves ? load_constant(p.weight + v * kVec) : uint4{};
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -349,9 +354,8 @@ __device__ __forceinline__ void stream(const Params& p) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const bool inside = row < p.rows && k * kSpan + start < p.hidden;
-      copy_async(stage + k * kStreamThreads, inside ? from + k * kSpan : p.x, inside);
-      if constexpr (kAdd)
-        copy_async(stage + (kVectors + k) * kStreamThreads, inside ? residual + k * kSpan : p.x, inside);
+      copy_async(stage + k * kThreads, inside ? from + k * kSpan : p.x, inside);
+      if constexpr (kAdd) copy_async(stage + (kVectors + k) * kThreads, inside ? residual + k * kSpan : p.x, inside);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -362,7 +366,7 @@ __device__ __forceinline__ void stream(const Params& p) {
   asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll
   for (int i = 0; i < kFill; ++i) {
-    const int v = threadIdx.x + i * kStreamThreads;
+    const int v = threadIdx.x + i * kThreads;
     float w[kVec];
     weights_of(packed[i], p.weight_bias, w);
     if (v < halves) {
@@ -370,8 +374,8 @@ __device__ __forceinline__ void stream(const Params& p) {
       weights[v + halves] = float4{w[4], w[5], w[6], w[7]};
     }
   }
-  if constexpr (kWarps == 1) __syncthreads();  // otherwise the first row's barrier does
-  // Rows of a block advance together, because the barrier below is the block's.
+
+  // Rows of a block advance together, because the barrier is the block's.
   int turn = 0;
   for (int64_t row = first; row - threadIdx.x / kWidth < p.rows; row += step, turn ^= 1) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -379,21 +383,18 @@ __device__ __forceinline__ void stream(const Params& p) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       uint4 added;
-      unpack<kAdd>(stage[k * kStreamThreads], kAdd ? stage[(kVectors + k) * kStreamThreads] : uint4{}, h[k], added);
+      unpack<kAdd>(stage[k * kThreads], kAdd ? stage[(kVectors + k) * kThreads] : uint4{}, h[k], added);
       accumulate(sum, h[k]);
       if constexpr (kAdd)
         if (row < p.rows && k * kSpan + start < p.hidden)
           *reinterpret_cast<uint4*>(p.residual + row * p.residual_stride + start + k * kSpan) = added;
     }
-    fetch(row + step);  // into places that have been read: every value of them is in the sum
-
     sum = warp_sum(sum);
-    if constexpr (kWarps > 1) {
-      const int warp = threadIdx.x / 32;
-      if (threadIdx.x % 32 == 0) partial[turn][warp] = sum;
-      __syncthreads();
-      sum = row_sum(&partial[turn][warp / kWarps * kWarps], kWarps);
-    }
+    if (threadIdx.x % 32 == 0) partial[turn][threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = row_sum(&partial[turn][threadIdx.x / kWidth * kWarps], kWarps);
+    // The places have been read: the sum behind the barrier was made of them.
+    fetch(row + step);
     const float rstd = reciprocal_root(sum, p);
 
     uint4 y[kVectors];
@@ -408,7 +409,7 @@ __device__ __forceinline__ void stream(const Params& p) {
     if (row < p.rows) finish<kUe8m0, true>(p, y, row_of(p, row), start, kSpan, inverse);
   }
   if (blockIdx.x == 0)
-    for (int64_t row = p.rows; row < p.padded_rows; ++row) clear_scales<kUe8m0>(p, row, threadIdx.x, kStreamThreads);
+    for (int64_t row = p.rows; row < p.padded_rows; ++row) clear_scales<kUe8m0>(p, row, threadIdx.x, kThreads);
 }
 
 // --- Few rows -------------------------------------------------------------------------------------------------------
@@ -486,11 +487,11 @@ __device__ __forceinline__ void single(const Params& p) {
   MAKE(name##_add, __VA_ARGS__, true, false)      \
   MAKE(name##_add_ue8m0, __VA_ARGS__, true, true)
 
-// Blocks on a multiprocessor: with 3 or 4 of them the registers are used up, and that many rows are under way.
-#define MAKE_STREAM(name, width, vectors, add, ue8m0)                                                     \
-  extern "C" __global__ void __launch_bounds__(kStreamThreads, vectors > 8 ? 2 : add ? 3 : 4)             \
-      name(const __grid_constant__ Params p) {                                                            \
-    stream<width, vectors, add, ue8m0>(p);                                                                \
+// Blocks on a multiprocessor that leave no spills: three or four rows (or pairs, or fours of rows) are under way in each.
+#define MAKE_STREAM(name, width, vectors, add, ue8m0)                                                       \
+  extern "C" __global__ void __launch_bounds__(kStreamThreads, vectors > 8 ? 2 : add ? 3 : 4)               \
+      name(const __grid_constant__ Params p) {                                                              \
+    stream<width, vectors, add, ue8m0>(p);                                                                  \
   }
 #define STREAM(width, vectors) VARIANTS(MAKE_STREAM, stream_##width##_##vectors, width, vectors)
 

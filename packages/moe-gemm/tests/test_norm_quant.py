@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adapter of `moe.norm_quant` without a GPU: who gets which pair, what stays in stock, what ends the process.
+
+The kernels are replaced by their reference, the engine's functions by stand-ins that record their calls. On a GPU the served engine is
+compared with stock by ``benchmarks/bench_norm_quant.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from numinous_moe_gemm.engine import norm_quant
+from numinous_moe_gemm.engine.norm_quant import NormQuant, around_linear, around_norm
+from numinous_moe_gemm.hooks.norm_quant import judge
+from numinous_moe_gemm.kernels import rmsnorm_quant as kernels
+from numinous_moe_gemm.kernels.rmsnorm_quant import NormQuant as Result
+from numinous_tooling.patching.serve_command import ServeCommand
+
+HIDDEN = 256
+
+
+class Count:
+    """Counters that can be read back."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def engaged(self, n: int = 1) -> None:
+        self.seen += ["engaged"] * n
+
+    def refused(self, reason: str, n: int = 1) -> None:
+        self.seen += [reason] * n
+
+
+class Norm(torch.nn.Module):
+    """What the adapter reads of an `RMSNorm`."""
+
+    cast_x_before_out_mul = False
+    variance_size_override = None
+    variance_epsilon = 1e-6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.linspace(0.5, 1.5, HIDDEN, dtype=torch.bfloat16), requires_grad=False
+        )
+
+
+@pytest.fixture
+def state(monkeypatch: Any) -> Any:
+    """A state whose stream can be set, reference kernels, a recording GEMM; attribute `calls` lists what ran."""
+    made = NormQuant(scales="column", verify=False, count=Count(), stream_of=lambda: made.stream)
+    made.stream, made.calls = 1, []
+    monkeypatch.setattr(norm_quant, "_state", made)
+
+    def fused(x: Any, weight: Any, eps: float, *, scales: Any, y: Any) -> Result:
+        return add_fused(x, None, weight, eps, scales=scales, y=y)
+
+    def add_fused(x: Any, residual: Any, weight: Any, eps: float, *, scales: Any, y: Any) -> Result:
+        made.calls.append("fused")
+        out = kernels.reference(x, weight, eps, scales=scales, residual=residual)
+        y.copy_(out["y"])
+        if residual is not None:
+            residual.copy_(out["residual"])
+        return Result(out["q"].view(torch.float8_e4m3fn), out["scale"], y)
+
+    def gemm(
+        q: Any, weight: Any, scale: Any, weight_scale: Any, block: Any, output_dtype: Any
+    ) -> Any:
+        made.calls.append(("gemm", q, scale))
+        return torch.zeros(q.shape[0], weight.shape[0], dtype=output_dtype)
+
+    def quant(x: Any, group: int, **_: Any) -> Any:
+        out = kernels.reference(
+            x,
+            torch.ones(HIDDEN, dtype=torch.bfloat16),
+            0.0,
+            scales="column",
+            rstd=torch.ones(len(x)),
+        )
+        return out["q"].view(torch.float8_e4m3fn), out["scale"]
+
+    utils = types.ModuleType("fp8_utils")
+    utils.w8a8_block_fp8_matmul_deepgemm = gemm
+    utils.sglang_per_token_group_quant_fp8 = quant
+    invariant = types.ModuleType("batch_invariant_ops")
+    invariant.is_batch_invariant_mode_enabled = lambda: False
+    made.invariant = invariant
+    package = types.ModuleType("sglang.srt.layers.quantization")
+    package.fp8_utils = utils
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", package)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization.fp8_utils", utils)
+    monkeypatch.setitem(sys.modules, "sglang.srt.batch_invariant_ops", invariant)
+    monkeypatch.setattr(norm_quant, "rmsnorm_quant_fp8", fused)
+    monkeypatch.setattr(norm_quant, "add_rmsnorm_quant_fp8", add_fused)
+    return made
+
+
+WEIGHT = torch.zeros(64, HIDDEN, dtype=torch.float8_e4m3fn)
+WEIGHT_SCALE = torch.ones(1, 2)
+
+
+def stock_norm(
+    norm: Any, x: Any, residual: Any = None, post: Any = None, linear: Any = None
+) -> Any:
+    norm_quant._state.calls.append("stock norm")
+    out = kernels.reference(
+        x, norm.weight, norm.variance_epsilon, scales="column", residual=residual
+    )
+    if residual is None:
+        return out["y"]
+    residual.copy_(out["residual"])
+    return x.copy_(out["y"]), residual
+
+
+def stock_linear(input: Any, weight: Any, *_: Any) -> Any:
+    norm_quant._state.calls.append("stock linear")
+    return torch.zeros(*input.shape[:-1], weight.shape[0], dtype=torch.bfloat16)
+
+
+def run_norm(norm: Any, x: Any, residual: Any = None, post: Any = None) -> Any:
+    return around_norm(stock_norm, norm, x, residual, post)
+
+
+def run_linear(x: Any, weight: Any = WEIGHT, **more: Any) -> Any:
+    return around_linear(stock_linear, x, weight, [128, 128], WEIGHT_SCALE, **more)
+
+
+def rows(seed: int = 0, count: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, HIDDEN, generator=generator).to(torch.bfloat16)
+
+
+def known(state: Any) -> Norm:
+    """A norm that has been seen in front of a linear."""
+    norm = Norm()
+    run_linear(run_norm(norm, rows()))
+    assert state.calls == ["stock norm", "stock linear"]
+    assert state.count.seen == ["first_calls"]
+    state.calls.clear()
+    state.count.seen.clear()
+    return norm
+
+
+def test_second_call_is_fused(state: Any) -> None:
+    norm = known(state)
+    x = rows(1)
+    y = run_norm(norm, x)
+    want = kernels.reference(x, norm.weight, 1e-6, scales="column")
+    assert torch.equal(y, want["y"])
+    out = run_linear(y)
+    assert out.shape == (5, 64)
+    (fused, (gemm, codes, scales)) = state.calls
+    assert (fused, gemm) == ("fused", "gemm")
+    assert torch.equal(codes.view(torch.uint8), want["q"])
+    assert torch.equal(scales, want["scale"])
+    assert state.count.seen == ["engaged"]
+
+
+def test_residual_and_in_place(state: Any) -> None:
+    norm = known(state)
+    x, residual, more = rows(1), rows(2), rows(3)
+    want = kernels.reference(x, norm.weight, 1e-6, scales="column", residual=residual + more)
+    given = residual.clone()
+    y, summed = run_norm(norm, x, given, more)
+    assert y is x, "stock overwrites its input"
+    assert torch.equal(y, want["y"])
+    assert torch.equal(summed, want["residual"])
+    assert torch.equal(given, residual), "stock adds into a copy there"
+    run_linear(y)
+    assert state.count.seen == ["engaged"]
+
+
+def test_bias_shape_and_second_linear(state: Any) -> None:
+    y = run_norm(known(state), rows(1))
+    out = run_linear(y, bias=torch.ones(64, dtype=torch.bfloat16))
+    assert torch.equal(out, torch.ones_like(out))
+    assert run_linear(y.view(5, 1, HIDDEN)).shape == (5, 1, 64), "a view of all of it is it"
+    assert state.count.seen == ["engaged", "engaged"]
+
+
+@pytest.mark.parametrize("case", ["clone", "rows", "later", "gone"])
+def test_only_the_very_tensor(state: Any, case: str) -> None:
+    norm = known(state)
+    y = run_norm(norm, rows(1))
+    if case == "clone":
+        run_linear(y.clone())
+    elif case == "rows":
+        run_linear(y[:4])
+    elif case == "later":
+        run_norm(norm, rows(2))  # its pair takes the place
+        run_linear(y)
+    else:
+        shape, address = y.shape, y.data_ptr()
+        del y
+        gc.collect()
+        # Whatever lies there now is another tensor.
+        keep = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(200)]
+        for tensor in keep:
+            run_linear(tensor)
+        assert address
+    assert "engaged" not in state.count.seen
+    assert "stock linear" in state.calls
+
+
+def test_another_stream(state: Any) -> None:
+    y = run_norm(known(state), rows(1))
+    state.stream = 2
+    run_linear(y)
+    assert state.count.seen == ["another_stream"]
+    assert state.calls[-1] == "stock linear"
+
+
+def test_a_norm_that_writes_over_the_output(state: Any) -> None:
+    norm, other = known(state), Norm()
+    y = run_norm(norm, rows(1))
+    run_norm(other, y, rows(2))  # writes its result into y
+    run_linear(y)
+    assert "engaged" not in state.count.seen
+
+
+def test_verify_sees_a_changed_output(state: Any) -> None:
+    state.verify = True
+    norm = known(state)
+    norm.weight.fill_(1.0)
+    y = run_norm(norm, rows(1))
+    y.mul_(2.0)
+    monkey = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
+    try:
+        with pytest.raises(SystemExit, match=r"codes or scales of \[5, 256\] differ from stock's"):
+            run_linear(y)
+    finally:
+        torch.cuda.is_current_stream_capturing = monkey
+
+
+def test_a_norm_without_a_linear_is_left_alone(state: Any) -> None:
+    norm = Norm()
+    for _ in range(norm_quant.UNDECIDED_CALLS + 5):
+        run_norm(norm, rows(1))
+    y = run_norm(norm, rows(1))
+    run_linear(y)
+    assert not state.feeds(norm), "it had its time"
+    assert len(state._recent) <= norm_quant.REMEMBERED
+
+
+@pytest.mark.parametrize(
+    ("reason", "norm", "x"),
+    [
+        ("norm_variant", {"cast_x_before_out_mul": True}, rows()),
+        ("norm_variant", {"variance_size_override": 128}, rows()),
+        ("dtype_or_shape", {}, rows().float()),
+        ("dtype_or_shape", {}, rows()[None]),
+        ("dtype_or_shape", {}, rows(count=0)),
+        ("strides", {}, rows().T.contiguous().T),
+        ("strides", {}, torch.zeros(5, 260, dtype=torch.bfloat16)[:, 1:257]),
+        ("strides", {}, torch.zeros(5, 257, dtype=torch.bfloat16)[:, :256]),
+        ("hidden_size", {}, torch.zeros(2, 128, dtype=torch.bfloat16)),
+        ("hidden_size", {}, torch.zeros(2, 16512, dtype=torch.bfloat16)),
+        ("hidden_size", {}, torch.zeros(2, 1000, dtype=torch.bfloat16)),
+        (None, {}, torch.zeros(5, 512, dtype=torch.bfloat16)[:, :256]),
+        (None, {}, rows()),
+    ],
+)  # fmt: skip
+def test_uncovered(state: Any, reason: str | None, norm: dict[str, Any], x: torch.Tensor) -> None:
+    made = Norm()
+    for name, value in norm.items():
+        setattr(made, name, value)
+    assert norm_quant.uncovered(made, x, None) == reason
+    if reason in ("dtype_or_shape", "strides"):
+        good = torch.zeros(x.shape, dtype=torch.bfloat16)
+        if good.dim() == 2 and good.numel():
+            assert norm_quant.uncovered(made, good, x) == reason, "the residual too"
+
+
+def test_batch_invariant_mode(state: Any) -> None:
+    state.invariant.is_batch_invariant_mode_enabled = lambda: True
+    norm = known(state)
+    run_norm(norm, rows(1))
+    assert state.calls == ["stock norm"]
+    assert state.count.seen == ["batch_invariant"]
+
+
+@pytest.mark.parametrize("shape", [(63, HIDDEN), (64, HIDDEN + 64)])
+def test_linears_that_stock_gives_to_triton(state: Any, shape: tuple[int, int]) -> None:
+    y = run_norm(known(state), rows(1))
+    run_linear(y, torch.zeros(shape, dtype=torch.float8_e4m3fn))
+    assert state.calls == ["fused", "stock linear"]
+
+
+def test_given_scales_stay_in_stock(state: Any) -> None:
+    y = run_norm(known(state), rows(1))
+    run_linear(y, input_scale=torch.ones(5, 2))
+    assert state.calls[-1] == "stock linear"
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda_norm", "said"),
+    [
+        ("0.6.19", False, "follow the norm of FlashInfer 0.6.18"),
+        ("0.6.18", True, "runs its CUDA norm here"),
+    ],
+)
+def test_another_norm_ends_the_process(
+    monkeypatch: Any, version: str, cuda_norm: bool, said: str
+) -> None:
+    norm = types.ModuleType("flashinfer.norm")
+    norm._use_cuda_norm = lambda device: cuda_norm
+    package = types.ModuleType("flashinfer")
+    package.norm = norm
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.norm", norm)
+    monkeypatch.setattr(norm_quant.metadata, "version", lambda name: version)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(SystemExit, match=said):
+        norm_quant._check_norm()
+
+
+DEFAULTS = {
+    "fp8_gemm_runner_backend": "auto",
+    "enable_deterministic_inference": False,
+    "rl_on_policy_target": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"fp8_gemm_runner_backend": "deep_gemm"}, None),
+        ({"fp8_gemm_runner_backend": "triton"}, "--fp8-gemm-backend triton takes"),
+        ({"enable_deterministic_inference": True}, "another norm"),
+        ({"rl_on_policy_target": "fsdp"}, "another norm"),
+    ],
+)
+def test_judge(given: dict[str, Any], said: str | None) -> None:
+    lines = list(judge(ServeCommand(given, DEFAULTS)))
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
