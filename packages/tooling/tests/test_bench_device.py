@@ -11,16 +11,15 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="the bench needs torch")
-if not torch.cuda.is_available():
-    pytest.skip("device tier not run: torch sees no GPU", allow_module_level=True)
+from numinous_tooling.bench import __main__ as command
+from numinous_tooling.bench import protocol
+from numinous_tooling.bench.clocks import CudaClock
+from numinous_tooling.bench.roofs import NODES, measure_roofs
+from numinous_tooling.workbench import Implementation, Op, Traffic
 
-from numinous_tooling.bench import __main__ as command  # noqa: E402
-from numinous_tooling.bench import protocol  # noqa: E402
-from numinous_tooling.bench.clocks import CudaClock  # noqa: E402
-from numinous_tooling.bench.roofs import NODES, measure_roofs  # noqa: E402
-from numinous_tooling.workbench import Implementation, Op, Traffic  # noqa: E402
+pytestmark = pytest.mark.tier("device")
 
 ROOF = {"copy_bytes_s": 1e12, "launch_floor_us": 2.0, "node_floor_us": 1.0, "not_measured": {}}
 MIB = 1 << 20

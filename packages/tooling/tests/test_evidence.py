@@ -83,9 +83,21 @@ def test_pivot_keeps_runs_apart_and_takes_the_columns_asked_for(tmp_path):
     assert lines[4] == "| 2026-01-02T00:00:00Z | M8 | 12.5 | 10 | 1.25× stock |"
 
 
+def test_pivot_against_one_peer(tmp_path):
+    kernel_file(tmp_path)
+    block = "<!-- evidence: moe-gemm/norm.jsonl pivot runs=latest show=ratio against=fast -->\n"
+    lines = evidence.render(block + "<!-- /evidence -->\n", tmp_path / "evidence").splitlines()
+    assert lines[1].endswith("| fast / best own |")
+    cells = {line.split(" | ")[0]: line for line in lines[3:5]}
+    assert cells["| M8"].endswith("| 0.99× \\* |")
+    assert cells["| M16"].endswith("|  |"), "a case that the peer did not run has no ratio"
+    assert "copy roof" not in lines[-2], "no roof is quoted where none is used"
+
+
 @pytest.mark.parametrize(
     ("block", "said"),
     [
+        ("moe-gemm/norm.jsonl pivot against=nosuch", "no column of provider nosuch"),
         ("moe-gemm/norm.jsonl pivot show=speed", "there are copy_roof,roof,ratio"),
         ("moe-gemm/norm.jsonl pivot providers=nosuch", "no record of provider nosuch"),
         ("moe-gemm/norm.jsonl pivto", "unknown option pivto"),

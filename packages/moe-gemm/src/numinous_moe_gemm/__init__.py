@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FILL: what this package does, in one sentence."""
+"""Kernels around the GEMMs of FP8 models: RMSNorm fused with the quantisation that its linear needs."""
 
 __version__ = "0.1.0"

@@ -15,7 +15,8 @@ Options, in any order, without spaces inside:
 - ``where=name=glob,name=glob``: records whose fields match (``*`` and ``?``); ``runs=latest``: of those, the run with
   the latest time; ``sort=a,b``: by these fields, numbers inside text as numbers;
 - of a pivot: ``providers=a,b``: these columns in this order; ``show=copy_roof,roof,ratio``: columns derived from the
-  fastest of our own implementations (default ``copy_roof,ratio``). They never stand without the times.
+  fastest of our own implementations (default ``copy_roof,ratio``), the ratio to the best peer or to that of
+  ``against=a``. They never stand without the times.
 
 ``python -m numinous_tooling.evidence [--check] FILE…`` rewrites (or only compares) such tables.
 """
@@ -86,7 +87,7 @@ _BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _OPENED = re.compile(r"^<!-- evidence:", re.MULTILINE)
-_OPTIONS = ("columns", "pivot", "where", "runs", "sort", "providers", "show")
+_OPTIONS = ("columns", "pivot", "where", "runs", "sort", "providers", "show", "against")
 _DERIVED = {
     "copy_roof": "% of copy roof",
     "roof": "% of roof",
@@ -287,7 +288,13 @@ def _table(match: re.Match[str], evidence: Path) -> str:
     records = select(load(evidence / match["file"]), where, latest=latest, sort=sort)
     if "pivot" in options:
         providers, show = _words(options.get("providers")), options.get("show", "copy_roof,ratio")
-        return pivot(records, match["file"], providers=providers, show=_words(show))
+        return pivot(
+            records,
+            match["file"],
+            providers=providers,
+            show=_words(show),
+            against=options.get("against"),
+        )
     columns = _words(options.get("columns"))
     if not columns:
         raise ValueError(f"evidence block of {match['file']}: wants columns=… or pivot")
@@ -306,6 +313,7 @@ def pivot(
     *,
     providers: Sequence[str] = (),
     show: Sequence[str] = ("copy_roof", "ratio"),
+    against: str | None = None,
 ) -> str:
     """A Markdown table of kernel records: rows cases, columns providers, cells median microseconds, a note below.
 
@@ -314,6 +322,7 @@ def pivot(
         file: which the note names.
         providers: columns and their order; default: ours, then peers, as they come.
         show: derived columns.
+        against: the peer of the ratio; default: the best one of the row.
     """
     if alien := [record["id"] for record in records if "median_us" not in record]:
         raise ValueError(f"{file}: {alien[0]} is no kernel record; a pivot takes nothing else")
@@ -345,13 +354,17 @@ def pivot(
         for name in names
     }
     heads = ["run" if key == "utc" else key for key in keys]
-    heads += [f"{name} {versions[name]}, µs" for name in names] + [_DERIVED[name] for name in show]
+    if against is not None and against not in names:
+        raise ValueError(f"{file}: no column of provider {against} to compare with")
+    derived = {**_DERIVED, **({"ratio": f"{against} / best own"} if against else {})}
+    heads += [f"{name} {versions[name]}, µs" for name in names] + [derived[name] for name in show]
     lines = []
     for row in rows.values():
         first = next(iter(row.values()))
         cells = [_cell(first[key]) for key in keys] + [_time(row.get(name)) for name in names]
-        lines.append(cells + [_derived(name, row) for name in show])
-    return _markdown(heads, lines) + "\n" + _note(records, file)
+        lines.append(cells + [_derived(name, row, against) for name in show])
+    roof = bool({"copy_roof", "roof"} & set(show))
+    return _markdown(heads, lines) + "\n" + _note(records, file, roof=roof)
 
 
 def best(row: dict[str, dict[str, Any]], role: str) -> dict[str, Any] | None:
@@ -359,26 +372,32 @@ def best(row: dict[str, dict[str, Any]], role: str) -> dict[str, Any] | None:
     return min((r for r in row.values() if r["role"] == role), key=_rank, default=None)
 
 
-def _derived(name: str, row: dict[str, dict[str, Any]]) -> str:
-    own, peer = best(row, "ours"), best(row, "peer")
+def _derived(name: str, row: dict[str, dict[str, Any]], against: str | None) -> str:
+    own = best(row, "ours")
+    peer = row.get(against) if against else best(row, "peer")
     if own is None:
         return ""
     if name == "ratio":
         if peer is None:
             return ""
         mark = "" if peer["agrees"] else " \\*"
-        return f"{peer['median_us'] / own['median_us']:.2f}× {peer['provider']}{mark}"
+        name = "" if against else f" {peer['provider']}"
+        return f"{peer['median_us'] / own['median_us']:.2f}×{name}{mark}"
     bound = bound_us(own, flops=name == "roof")
     return "" if bound is None else f"{100 * bound / own['median_us']:.0f} %"
 
 
-def _note(records: Sequence[dict[str, Any]], file: str) -> str:
+def _note(records: Sequence[dict[str, Any]], file: str, *, roof: bool) -> str:
     if not records:
         return "No record is selected.\n"
     parts = ["Median of one launch in µs; " + _each(records, "gpu")]
-    parts.append("L2 " + _each(records, "l2"))
-    copies = sorted({r["roof"]["copy_bytes_s"] for r in records})
-    parts.append("copy roof " + ", ".join(f"{rate / 1e12:.2f} TB/s" for rate in copies))
+    modes = dict.fromkeys(record["l2"].partition(",")[0] for record in records)
+    within = {record["case"] for record in records if record["l2"].endswith("within L2")}
+    said = f" ({len(within)} cases fit into it)" if within else ""
+    parts.append("L2 " + ", ".join(modes) + said)
+    if roof:
+        copies = sorted({r["roof"]["copy_bytes_s"] for r in records})
+        parts.append("copy roof " + ", ".join(f"{rate / 1e12:.2f} TB/s" for rate in copies))
     floors = sorted(
         {r["roof"]["launch_floor_us"] for r in records if "launch_floor_us" in r["roof"]}
     )
