@@ -218,8 +218,8 @@ def _prepare(
 def _prepare_build(session: nox.Session) -> Path:
     """As `_prepare`; kernel modules, which say what to compile ahead of time, import torch."""
     compiled = any(ROOT.glob("packages/*/src/*/csrc"))
-    extras = ("compile",) if compiled else ()
-    return _prepare(session, "build", extras={"tooling": extras}, engine=compiled)
+    extras = dict.fromkeys(PROJECTS, ("compile", "kernels")) if compiled else {"tooling": ()}
+    return _prepare(session, "build", extras=extras, engine=compiled)
 
 
 def _editable(folder: str, extras: Sequence[str]) -> list[str]:
