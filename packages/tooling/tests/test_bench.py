@@ -330,6 +330,10 @@ def test_cases_are_chosen_by_glob() -> None:
     assert protocol.select_cases(changed(bench_cases=[Case(9)])) == [Case(9)]
     with pytest.raises(BadUsage, match="no case matches x; there are: n8, n64"):
         protocol.select_cases(OP, ["x"])
+    empty = changed(cases=[Case(0), Case(8)])
+    with pytest.raises(BadUsage, match="n0 moves no bytes; name what is timed in bench_cases"):
+        protocol.select_cases(empty)
+    assert protocol.select_cases(empty, ["n8"]) == [Case(8)]
 
 
 # --- Alarm --------------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from numinous_tooling.compile import (
 from numinous_tooling.compile import __main__ as command
 from numinous_tooling.compile.resources import Resources
 from numinous_tooling.workbench import Op, SourceBinary, TritonBinary
+from numinous_tooling.workbench.discover import NoSuchOp
 
 TOYS = Path(__file__).with_name("compile_toys")
 MODULE = "numinous_compile_toys"
@@ -620,6 +621,21 @@ def test_the_command(declared: str, package: Path, capsys: pytest.CaptureFixture
     assert row["text"][0].startswith("hold: registers: 99 → ")
     assert command.main(["check", "absent"]) == 2
     assert "no op absent" in capsys.readouterr().err
+
+
+def test_an_op_named_by_its_module_needs_no_catalogue(
+    declared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry point of a room can be there before its catalog.py."""
+
+    def broken() -> None:
+        raise NoSuchOp("numinous_room.catalog cannot be imported")
+
+    monkeypatch.setattr(command, "catalogues", broken)
+    (op,) = command.find_ops(declared)
+    assert op.name == "toy"
+    with pytest.raises(NoSuchOp):
+        command.find_ops("toy")
 
 
 def test_the_command_says_what_it_did_not_run(

@@ -113,7 +113,7 @@ def _measure(options: argparse.Namespace, ops: Mapping[str, Op]) -> dict[str, An
     try:
         clock = CpuClock() if options.device == "cpu" else CudaClock()
     except RuntimeError as error:
-        raise BadUsage(f"{error}; --device cpu tests the path") from error
+        raise BadUsage(f"{error}; --device cpu times what names cpu among its archs") from error
     if options.arch and options.arch != clock.arch:
         raise BadUsage(f"this device is {clock.arch}, not {options.arch}")
     facts = run_facts(clock, os.environ)

@@ -69,7 +69,7 @@ class _Judged:
 
 
 def select_cases(op: Op, globs: Sequence[str] = ()) -> list[Any]:
-    """The op's benchmark cases whose ids match a glob; raises BadUsage where none does."""
+    """The op's benchmark cases whose ids match a glob; raises BadUsage where none does, or one moves no bytes."""
     cases = op.cases if op.bench_cases is None else op.bench_cases
     chosen = [
         case
@@ -79,6 +79,10 @@ def select_cases(op: Op, globs: Sequence[str] = ()) -> list[Any]:
     if not chosen:
         known = ", ".join(map(case_id, cases))
         raise BadUsage(f"{op.name}: no case matches {' '.join(globs)}; there are: {known}")
+    if idle := [case_id(case) for case in chosen if op.traffic(case).bytes <= 0]:
+        raise BadUsage(
+            f"{op.name}: {', '.join(idle)} moves no bytes; name what is timed in bench_cases"
+        )
     return chosen
 
 

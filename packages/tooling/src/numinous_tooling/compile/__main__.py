@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_ops(name: str) -> list[Op]:
-    """The op of a name or of ``module:OP``, or all ops of a folder of packages/."""
+    """The op of a name or of ``module:OP`` (which needs no catalogue), or all ops of a folder of packages/."""
+    if ":" in name:
+        return [load_op(name)]
     module = f"numinous_{name.replace('-', '_')}.catalog"
     for catalogue in catalogues():
         if catalogue.__name__ == module:

@@ -23,7 +23,8 @@ def report(op: Op, gpus: list[Gpu]) -> dict[str, Any]:
         traffic = op.traffic(case)
         if traffic.bytes <= 0 or traffic.flops < 0:
             raise RooflineError(
-                f"op {op.name}, case {case_id(case)}: traffic gives {traffic.bytes} bytes and {traffic.flops} FLOPs"
+                f"op {op.name}, case {case_id(case)}: traffic gives {traffic.bytes} bytes and {traffic.flops} FLOPs; "
+                "what has no floor stays out of bench_cases"
             )
         floors = {}
         for gpu in gpus:

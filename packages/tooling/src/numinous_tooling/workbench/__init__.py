@@ -48,7 +48,8 @@ class Implementation:
             it fresh ones. Imports what it needs inside; must not synchronise, so that it can be captured.
         version: None for our own; for a peer a function that returns its version, raising ImportError if absent.
         interpret: runs under the Triton interpreter on the CPU.
-        archs: where it may run on a device. On another it is reported as not run.
+        archs: where it may run on a device. On another it is reported as not run. ``"cpu"`` among them lets
+            `numinous bench --device cpu` time it, which tests the path and says nothing about a GPU.
         refuses: ``refuses(case) -> reason`` where this implementation does not take a case, else None.
         exact: outputs equal the reference's bit for bit; else `Op.compare` judges them.
     """
@@ -136,7 +137,7 @@ class Op:
             the reference's dtypes, where the oracle's outputs are a subset of the reference's.
         not_run: ``not_run(tier, case) -> reason`` where a case is left out of a tier (too large for the interpreter,
             say), else None.
-        bench_cases: what `numinous bench` times; default: all cases.
+        bench_cases: what `numinous bench` times, each of them with bytes to move; default: all cases.
         bench_options: protocol choices of `numinous_tooling.bench` (for example ``{"l2": "cold"}``).
     """
 
