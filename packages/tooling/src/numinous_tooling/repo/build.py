@@ -28,7 +28,7 @@ module, name = sys.argv[1:]
 version = importlib.import_module(module).__version__
 assert version == metadata.version(name), f"__version__ {version}, metadata {metadata.version(name)}"
 for entry in metadata.distribution(name).entry_points:
-    if entry.group != "console_scripts":
+    if entry.group not in ("console_scripts", "pytest11"):  # the latter is loaded by pytest, where that is
         loaded = entry.load()
         if entry.group == "numinous.features":
             print(name, "features:", ", ".join(feature.id for feature in loaded()) or "none yet")
