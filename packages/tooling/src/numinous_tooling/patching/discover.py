@@ -15,7 +15,7 @@ GROUP = "numinous.features"
 
 
 def installed_features() -> list[Feature]:
-    """Every declared feature, sorted by id.
+    """Every declared feature, sorted by word, place (`Feature.order`) and id.
 
     Raises:
         PatchError: a topic package is broken or two packages claim one id. A broken package is never skipped: its
@@ -36,7 +36,8 @@ def installed_features() -> list[Feature]:
                     f"feature {feature.id} is declared twice: {found[feature.id][1]} and {origin}"
                 )
             found[feature.id] = (feature, origin)
-    return [found[name][0] for name in sorted(found)]
+    features = (feature for feature, _ in found.values())
+    return sorted(features, key=lambda feature: (feature.word, feature.order, feature.id))
 
 
 def load_callable(name: str) -> Callable[..., Any]:

@@ -183,6 +183,8 @@ class Feature:
             (the first token may come up to twice as late). The gate prints it with the verdict.
         upstream: ``none``, ``reported …`` or ``merged in …``.
         evidence: record files below ``evidence/`` that hold its numbers.
+        order: place among the features of its word, where that is not the order of ids. What is on disk is rendered
+            in this order.
     """
 
     id: str
@@ -197,6 +199,7 @@ class Feature:
     trades: Mapping[str, float] = field(default_factory=dict)
     upstream: str = "none"
     evidence: tuple[str, ...] = ()
+    order: int = 0
 
     def __post_init__(self) -> None:
         if not _ID.match(self.id) or self.word not in WORDS:
