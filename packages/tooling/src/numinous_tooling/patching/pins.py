@@ -69,6 +69,28 @@ def source_digest(source: bytes, qualname: str, occurrence: int | None = None) -
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def changed_functions(before: bytes, after: bytes) -> list[str]:
+    """Qualified names of the functions and methods of `before` that `after` lacks or holds with another source.
+
+    Raises:
+        PatchError: one of them cannot be parsed.
+    """
+
+    def sources(source: bytes) -> dict[str, list[str]]:
+        parsed = _parsed(source)
+        found: dict[str, list[str]] = {}
+        for definition in parsed.definitions:
+            if isinstance(definition.node, _Function):
+                lines = parsed.lines[
+                    _first_line(parsed, definition.node) - 1 : definition.node.end_lineno
+                ]
+                found.setdefault(definition.qualname, []).append(_normalised(lines))
+        return found
+
+    new = sources(after)
+    return [name for name, texts in sources(before).items() if new.get(name) != texts]
+
+
 def digest_in(tree: EngineTree, target: str, occurrence: int | None = None) -> str:
     """`source_digest` of ``"package.module:Qualified.name"`` in an engine, without importing it.
 

@@ -136,8 +136,8 @@ def _rendered(read: Callable[[str], bytes], series: Series) -> dict[str, bytes |
             (work / PACKAGE / path).write_bytes(before[path])
         work.mkdir(exist_ok=True)
         for file in files:
-            _git_apply(file, work, "--check")
-            _git_apply(file, work)
+            git_apply(file, work, "--check")
+            git_apply(file, work)
         after = _contents(work)
     result: dict[str, bytes | None] = {path: None for path in before if path not in after}
     result.update({path: content for path, content in after.items() if before.get(path) != content})
@@ -164,7 +164,12 @@ def _contents(work: Path) -> dict[str, bytes]:
     return found
 
 
-def _git_apply(patch: Path, work: Path, *options: str) -> None:
+def git_apply(patch: Path, work: Path, *options: str) -> None:
+    """Apply one patch (``-p1``) in a folder, away from the user's git configuration and from repositories around it.
+
+    Raises:
+        PatchError: it does not apply exactly, or git is missing.
+    """
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("GIT_", "XDG_"))
     }

@@ -147,9 +147,7 @@ class Fix:
     def patch_text(self) -> str:
         """Text of the patch, empty where there is none."""
         return (
-            self.patch.read_text(encoding="utf-8", errors="replace")
-            if self.patch.is_file()
-            else ""
+            self.patch.read_text(encoding="utf-8", errors="replace") if self.patch.is_file() else ""
         )
 
     @property
@@ -320,7 +318,9 @@ def condition_problem(item: object) -> str | None:
     sources = [key for key in SOURCES if key in item]
     tests = [key for key in TESTS if key in item]
     if len(sources) != 1 or len(tests) != 1 or len(item) != 2:
-        return f"{dict(item)} does not hold one of {', '.join(SOURCES)} and one of {', '.join(TESTS)}"
+        return (
+            f"{dict(item)} does not hold one of {', '.join(SOURCES)} and one of {', '.join(TESTS)}"
+        )
     if not isinstance(item[sources[0]], str):
         return f"{dict(item)}: {sources[0]} names no text"
     value = item[tests[0]]
