@@ -206,12 +206,19 @@ def doctor(
     gpu: Annotated[
         str | None, typer.Option(help="Judge for this GPU instead of the ones here.")
     ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="config.json of the model that the command names.")
+    ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Say what this machine and this engine lack: versions, tuned configs, caches, edits, features that would fit."""
+    """Say what this machine and this engine lack: numinous doctor [-- YOUR SERVE COMMAND].
+
+    Versions, tuned configs, caches, edits, features that would fit; after `--`, which known bugs of the engine and of
+    its kernel libraries that command would meet.
+    """
     from .doctor import doctor_report, exit_code
 
-    report = doctor_report(engine=engine, gpu=gpu)
+    report = doctor_report(engine=engine, gpu=gpu, command=_serve_command, config=config)
     if as_json:
         _print_json(report)
         raise typer.Exit(exit_code(report))
@@ -335,7 +342,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     words = sys.argv[1:]
-    if words[:1] == ["check"] and "--" in words:
+    if words[:1] in (["check"], ["doctor"]) and "--" in words:
         _serve_command.extend(words[words.index("--") + 1 :])
         words = words[: words.index("--")]
     try:

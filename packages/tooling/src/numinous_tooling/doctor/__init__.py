@@ -8,7 +8,7 @@ them, for machines.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numinous_tooling import __version__
@@ -17,7 +17,9 @@ from numinous_tooling.patching.check import features_report
 from numinous_tooling.patching.discover import installed_features
 from numinous_tooling.patching.engine import EngineTree, find_engine
 from numinous_tooling.patching.errors import PatchError
+from numinous_tooling.upstream.headers import PROJECTS
 
+from .bugs import bugs_section
 from .caches import caches_section
 from .findings import Finding, finding
 from .installation import engine_distribution, engine_section, packages_of
@@ -27,11 +29,15 @@ from .versions import versions_section
 
 __all__ = ["SECTIONS", "doctor_report", "exit_code"]
 
-SECTIONS = ("engine", "machine", "versions", "tuned_configs", "features", "caches")
+SECTIONS = ("engine", "machine", "versions", "tuned_configs", "features", "upstream", "caches")
 
 
 def doctor_report(
-    engine: str | None = None, gpu: str | None = None, environ: Mapping[str, str] | None = None
+    engine: str | None = None,
+    gpu: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    command: Sequence[str] = (),
+    config: str | None = None,
 ) -> dict[str, Any]:
     """Everything that can be said without starting anything.
 
@@ -39,6 +45,8 @@ def doctor_report(
         engine: wheel, or directory that holds ``sglang/``, instead of the installed engine.
         gpu: judge for the GPU of this name, here or not, instead of those that are here.
         environ: variables to read, default the process's own.
+        command: the user's serve command, judged for known bugs of the engine and of its kernel libraries.
+        config: config.json of its model, where the model is not on this machine.
 
     Returns:
         `SECTIONS`, each a list of findings ``{level, what, detail, fix}`` with level ``ok``, ``note``, ``problem`` or
@@ -53,6 +61,13 @@ def doctor_report(
     versions, versions_data = versions_section(distribution, packages, gpus)
     features, features_data = _features(engine, gpus, environ)
     caches, caches_data = caches_section(packages, environ)
+    bugs: list[Finding] = []
+    bugs_data: list[dict[str, Any]] = []
+    if tree:
+        known = {
+            found.distribution: packages.version(found.distribution) for found in PROJECTS.values()
+        }
+        bugs, bugs_data = bugs_section(tree, known, command, config, environ)
     tuned: list[Finding] = []
     tuned_data: dict[str, Any] | None = None
     if tree:
@@ -64,6 +79,7 @@ def doctor_report(
         "versions": versions,
         "tuned_configs": tuned,
         "features": features,
+        "upstream": bugs,
         "caches": caches,
         "data": {
             "engine": {"version": tree.version, "where": tree.where} if tree else None,
@@ -71,6 +87,7 @@ def doctor_report(
             "versions": versions_data,
             "tuned_configs": tuned_data,
             "features": features_data,
+            "upstream": bugs_data,
             "caches": caches_data,
         },
     }
@@ -90,6 +107,11 @@ def _find(engine: str | None) -> tuple[EngineTree | None, list[Finding]]:
     except PatchError as error:
         fix = "pip install sglang==0.5.20, or name an engine with --engine"
         return None, [finding("problem", "no engine", str(error), fix)]
+
+
+def _is_idle_fix(row: Mapping[str, Any]) -> bool:
+    """Whether a feature is one of the many fixes, off, and nothing is to be said of it alone."""
+    return str(row["id"]).startswith("upstream.") and not row["on"] and bool(row["fits"])
 
 
 def _features(
@@ -121,7 +143,16 @@ def _features(
             )
         )
     arches = sorted({gpu.arch or "unknown" for gpu in gpus}) or ["cpu"]
+    fixes = [row for row in rows if _is_idle_fix(row)]
+    if fixes:
+        findings.append(
+            finding(
+                "ok", "upstream fixes (off)", f"{len(fixes)} fit this engine; see numinous features"
+            )
+        )
     for row in rows:
+        if row in fixes:
+            continue
         where = ", ".join(f"{row['arch'].get(arch, 'not claimed')} on {arch}" for arch in arches)
         state = "on" if row["on"] else "off"
         what = f"{row['id']} ({state})"

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bugs a serve command would meet, from the ``[doctor]`` tables of the headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from numinous_tooling.patching.errors import PatchError
+from numinous_tooling.patching.serve_command import ServeCommand
+
+from .headers import TESTS, Fix
+
+HIT, MISSED, UNDECIDED = "hit", "missed", "undecided"
+
+_MISSING = object()
+_TEXT_CONFIG = "text_config"
+
+
+def split_config(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The serve command without ``--config <file>.json``, and that file.
+
+    The engine's own ``--config`` takes YAML, and stays.
+    """
+    rest: list[str] = []
+    found = None
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag == "--config" and (value if equals else left[0] if left else "").endswith(".json"):
+            found = value if equals else left.pop(0)
+        else:
+            rest.append(word)
+    return rest, found
+
+
+def with_config(serve: ServeCommand, file: str | Path) -> ServeCommand:
+    """The command with the model configuration of a file; raises PatchError when it holds none."""
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PatchError(
+            f"{file} cannot be read ({error}); name the config.json of the model"
+        ) from None
+    if not isinstance(config, dict):
+        raise PatchError(f"{file} holds no JSON object; name the config.json of the model")
+    return replace(serve, model_config=config)
+
+
+def judge(fix: Fix, serve: ServeCommand) -> tuple[str, str]:
+    """`HIT`, `MISSED` or `UNDECIDED`, and what it depends on, as one line.
+
+    A flag that was not given and that the engine resolves itself (its default is None) decides nothing; nor does the
+    configuration of a model that is not on this machine. A fix without ``[doctor]`` is undecided for every command.
+    """
+    doctor = fix.header.get("doctor")
+    if not doctor:
+        return UNDECIDED, "its header names no condition"
+    open_: list[str] = []
+    for item in doctor["when"]:
+        holds = _holds(item, serve)
+        if holds is False:
+            return MISSED, _said(item)
+        if holds is None:
+            open_.append(_said(item))
+    if open_:
+        return UNDECIDED, "if " + " and ".join(open_)
+    return HIT, " and ".join(_said(item) for item in doctor["when"])
+
+
+def _holds(item: Mapping[str, Any], serve: ServeCommand) -> bool | None:
+    (test,) = (key for key in TESTS if key in item)
+    if "env" in item:
+        value: Any = serve.environ.get(item["env"], _MISSING)
+    elif "flag" in item:
+        name = item["flag"]
+        if name not in serve.given and name not in serve.defaults:
+            return None  # another version's flag
+        value = serve.get(name)
+        if value is None:
+            # Given by nobody: the engine chooses.
+            return None if test != "set" else item["set"] is False
+    else:
+        if serve.model_config is None:
+            return None
+        value = _config(serve.model_config, item["config"])
+    if test == "set":
+        there = value is not _MISSING and value is not None and value is not False
+        return there is item["set"]
+    if value is _MISSING or value is None:
+        # A key that is not there has no value in the list; an unset variable as well.
+        return test == "not"
+    return _compare(test, value, item[test])
+
+
+def _compare(test: str, value: Any, wanted: Any) -> bool | None:
+    if test in ("above", "below"):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return None
+        return bool(number > wanted if test == "above" else number < wanted)
+    values = value if isinstance(value, list) else [value]
+    shared = any(_same(one, two) for one in values for two in wanted)
+    return not shared if test == "not" else shared
+
+
+def _same(one: object, two: object) -> bool:
+    # `--flag 8` and `= "8"` of an environment variable mean the same as 8; True is not 1.
+    if isinstance(one, bool) or isinstance(two, bool):
+        return one is two or str(one).lower() == str(two).lower()
+    return one == two or str(one) == str(two)
+
+
+def _config(config: Mapping[str, Any], path: str) -> Any:
+    for top in (config, config.get(_TEXT_CONFIG)):
+        value: Any = top
+        for part in path.split("."):
+            value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
+        if value is not _MISSING:
+            return value
+    return _MISSING
+
+
+def _said(item: Mapping[str, Any]) -> str:
+    (test,) = (key for key in TESTS if key in item)
+    value = item[test]
+    name = (
+        "--" + item["flag"].replace("_", "-")
+        if "flag" in item
+        else item.get("env") or f"config.json {item['config']}"
+    )
+    if test == "set":
+        return f"{name} is {'set' if value else 'not set'}"
+    words = {"is": "is", "any": "has", "not": "is not", "above": "is above", "below": "is below"}
+    shown = " or ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{name} {words[test]} {shown}"
