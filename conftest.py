@@ -6,6 +6,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(path) for path in sorted(Path(__file__).parent.glob("packages/*/src"))]
+ROOT = Path(__file__).parent
+sys.path[:0] = [
+    str(path) for path in [*sorted(ROOT.glob("packages/*/src")), ROOT / "upstream-fixes/src"]
+]
 
 pytest_plugins = ["numinous_tooling.testing.plugin"]

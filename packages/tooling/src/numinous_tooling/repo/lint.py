@@ -4,7 +4,8 @@
 `root-files` and `layout` (nothing lies where it does not belong) · `file-names` (no drawer modules) · `spdx` ·
 `length` · `syntax` · `workplace` (no paths of somebody's machine) · `fill` (no unanswered question of the template) ·
 `headings`, `changelog`, `license` (what each package has) · `evidence` (named records exist, each record is complete) ·
-`evidence-table` (tables in documents are those of the records) · `catalog` (rows of kernels hold, their page is fresh).
+`evidence-table` (tables in documents are those of the records) · `catalog` (rows of kernels hold, their page is fresh) ·
+`upstream` (headers, patches and digests of fixes hold, their page is fresh).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from numinous_tooling import evidence
-from numinous_tooling.repo.checkout import Checkout, Package, RepoError
+from numinous_tooling.repo.checkout import OUTSIDE, Checkout, Package, RepoError, import_name
 from numinous_tooling.repo.imports import check_imports
+from numinous_tooling.upstream import fix_problems, pins, table
+from numinous_tooling.upstream.headers import PROJECTS
+from numinous_tooling.upstream.series import PINS
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 MAX_LINES = 900
@@ -114,6 +118,8 @@ def check_places(checkout: Checkout) -> Iterator[Finding]:
             yield Finding(file, 1, "root-files", f"{parts[0]} has no place at the root")
         if parts[0] == "packages":
             yield from _check_layout(file, parts)
+        elif parts[0] == OUTSIDE and len(parts) > 1:
+            yield from _check_outside(file, parts)
         stem = PurePosixPath(file).stem
         drawer = stem if file.endswith(".py") else ""
         for name in {drawer, *parts[:-1]} & DRAWERS:
@@ -129,10 +135,26 @@ def _check_layout(file: str, parts: tuple[str, ...]) -> Iterator[Finding]:
         yield Finding(
             file, 1, "layout", f"{parts[2]} has no place in a package; it holds {allowed}"
         )
-    module = "numinous_" + parts[1].replace("-", "_")
-    if parts[2] == "src" and parts[3:4] != (module,):
+    yield from _check_src(file, parts[1], parts[2:])
+
+
+def _check_src(file: str, folder: str, parts: tuple[str, ...]) -> Iterator[Finding]:
+    module = import_name(folder)
+    if parts[0] == "src" and parts[1:2] != (module,):
         # A package `numinous` would hide every other distribution of that name.
         yield Finding(file, 1, "layout", f"src/ holds the import package {module} and nothing else")
+
+
+def _check_outside(file: str, parts: tuple[str, ...]) -> Iterator[Finding]:
+    """Folders of fixes are judged by check_upstream."""
+    if len(parts) == 2 and not (parts[1] in {*PACKAGE_FILES, PINS} or file.endswith(".py")):
+        yield Finding(file, 1, "layout", f"{parts[1]} has no place in {OUTSIDE}/")
+    elif len(parts) > 2 and parts[1] not in ("src", *PROJECTS):
+        projects = ", ".join(PROJECTS)
+        said = f"{parts[1]} is no project; {OUTSIDE}/ holds folders of {projects}"
+        yield Finding(file, 1, "layout", said)
+    else:
+        yield from _check_src(file, OUTSIDE, parts[1:])
 
 
 def check_python(checkout: Checkout) -> Iterator[Finding]:
@@ -148,12 +170,12 @@ def check_python(checkout: Checkout) -> Iterator[Finding]:
         except SyntaxError as error:
             yield Finding(file, error.lineno or 1, "syntax", error.msg)
             continue
-        parts = PurePosixPath(file).parts
-        package = checkout.packages.get(parts[1]) if parts[0] == "packages" else None
-        if package and parts[2:4] == ("src", package.module):
+        package = checkout.package_of(file)
+        source = f"{package.place}/src/{package.module}/" if package else ""
+        if package and file.startswith(source):
             for line, rule, said in check_imports(package, file, tree):
                 yield Finding(file, line, rule, said)
-            if parts[4:] != ("catalog.py",):  # names records by id; see check_catalog
+            if file != f"{source}catalog.py":  # names records by id; see check_catalog
                 yield from _check_declared_evidence(checkout, file, tree)
 
 
@@ -254,16 +276,17 @@ def _check_records(checkout: Checkout, file: str, folder: str) -> Iterator[Findi
 def check_packages(checkout: Checkout) -> Iterator[Finding]:
     """What every package has: six headings, a changelog and a version that agree, the licence."""
     for package in checkout.packages.values():
-        yield from _check_headings(checkout, package)
+        if package.folder != OUTSIDE:  # its README is a generated table, see check_upstream
+            yield from _check_headings(checkout, package)
         yield from _check_version(package)
         own, ours = package.path / "LICENSE", checkout.root / "LICENSE"
         if not own.exists() or own.read_bytes() != ours.read_bytes():
-            file = f"packages/{package.folder}/LICENSE"
+            file = f"{package.place}/LICENSE"
             yield Finding(file, 1, "license", "is no copy of LICENSE; wheels take it from here")
 
 
 def _check_headings(checkout: Checkout, package: Package) -> Iterator[Finding]:
-    file = f"packages/{package.folder}/README.md"
+    file = f"{package.place}/README.md"
     if not (checkout.root / file).exists():
         yield Finding(file, 1, "headings", "does not exist")
         return
@@ -286,7 +309,7 @@ def _check_headings(checkout: Checkout, package: Package) -> Iterator[Finding]:
 
 
 def _check_version(package: Package) -> Iterator[Finding]:
-    file = f"packages/{package.folder}/CHANGELOG.md"
+    file = f"{package.place}/CHANGELOG.md"
     entry = package.changelog_entry()
     if entry is None:
         yield Finding(file, 1, "changelog", f"has no entry `## {package.version}`")
@@ -294,7 +317,7 @@ def _check_version(package: Package) -> Iterator[Finding]:
         said = f"the top entry is {entry[0]}, pyproject.toml says {package.version}"
         yield Finding(file, entry[2], "changelog", said)
     if package.init_version() != package.version:
-        init = f"packages/{package.folder}/src/{package.module}/__init__.py"
+        init = f"{package.place}/src/{package.module}/__init__.py"
         said = f"__version__ is {package.init_version()}, pyproject.toml says {package.version}"
         yield Finding(init, 1, "changelog", said)
 
@@ -324,6 +347,19 @@ def check_catalog(checkout: Checkout) -> Iterator[Finding]:
         yield Finding(file, int(line), rule, text)
 
 
+def check_upstream(checkout: Checkout) -> Iterator[Finding]:
+    """Headers, patches and recorded digests of the upstream fixes, and the page made from them."""
+    root = checkout.root / OUTSIDE
+    if not (root / "pyproject.toml").is_file():
+        return
+    found = [(file, line) for file, line in fix_problems(root)]
+    if not found:
+        found = [(PINS, line) for line in pins.stale(root)]
+        found += [(table.PAGE, line) for line in table.problems(root)]
+    for file, line in found:
+        yield Finding(f"{OUTSIDE}/{file}", 1, "upstream", line)
+
+
 CHECKS: tuple[Callable[[Checkout], Iterator[Finding]], ...] = (
     check_places,
     check_python,
@@ -331,4 +367,5 @@ CHECKS: tuple[Callable[[Checkout], Iterator[Finding]], ...] = (
     check_evidence,
     check_packages,
     check_catalog,
+    check_upstream,
 )
