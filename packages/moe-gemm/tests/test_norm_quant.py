@@ -54,9 +54,9 @@ class Norm(torch.nn.Module):
 
 @pytest.fixture
 def state(monkeypatch: Any) -> Any:
-    """A state whose stream can be set, reference kernels, a recording GEMM; attribute `calls` lists what ran."""
-    made = NormQuant(scales="column", verify=False, count=Count(), stream_of=lambda: made.stream)
-    made.stream, made.calls = 1, []
+    """A state whose place can be set, reference kernels, a recording GEMM; attribute `calls` lists what ran."""
+    made = NormQuant(scales="column", verify=False, count=Count(), place=lambda: made.place_now)
+    made.place_now, made.calls = (1, False), []
     monkeypatch.setattr(norm_quant, "_state", made)
 
     def fused(x: Any, weight: Any, eps: float, *, scales: Any, y: Any) -> Result:
@@ -96,7 +96,10 @@ def state(monkeypatch: Any) -> Any:
     package.fp8_utils = utils
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization", package)
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization.fp8_utils", utils)
+    layernorm = types.ModuleType("sglang.srt.layers.layernorm")
+    layernorm._fp8_static_input_scale = lambda linear: getattr(linear, "input_scale", None)
     monkeypatch.setitem(sys.modules, "sglang.srt.batch_invariant_ops", invariant)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.layernorm", layernorm)
     monkeypatch.setattr(norm_quant, "rmsnorm_quant_fp8", fused)
     monkeypatch.setattr(norm_quant, "add_rmsnorm_quant_fp8", add_fused)
     return made
@@ -124,8 +127,8 @@ def stock_linear(input: Any, weight: Any, *_: Any) -> Any:
     return torch.zeros(*input.shape[:-1], weight.shape[0], dtype=torch.bfloat16)
 
 
-def run_norm(norm: Any, x: Any, residual: Any = None, post: Any = None) -> Any:
-    return around_norm(stock_norm, norm, x, residual, post)
+def run_norm(norm: Any, x: Any, residual: Any = None, post: Any = None, linear: Any = None) -> Any:
+    return around_norm(stock_norm, norm, x, residual, post, linear)
 
 
 def run_linear(x: Any, weight: Any = WEIGHT, **more: Any) -> Any:
@@ -194,7 +197,9 @@ def test_only_the_very_tensor(state: Any, case: str) -> None:
     elif case == "rows":
         run_linear(y[:4])
     elif case == "later":
-        run_norm(norm, rows(2))  # its pair takes the place
+        # Their pairs take the places.
+        keep = [run_norm(norm, rows(2)) for _ in range(norm_quant.KEPT)]
+        assert len(keep) == len(state.pairs)
         run_linear(y)
     else:
         shape, address = y.shape, y.data_ptr()
@@ -209,20 +214,107 @@ def test_only_the_very_tensor(state: Any, case: str) -> None:
     assert "stock linear" in state.calls
 
 
-def test_another_stream(state: Any) -> None:
+@pytest.mark.parametrize("place", [(2, False), (1, True)])
+def test_another_place(state: Any, place: tuple[int, bool]) -> None:
+    """Another stream; or a piece of a graph, which would read the codes of its capture at every replay."""
     y = run_norm(known(state), rows(1))
-    state.stream = 2
+    state.place_now = place
     run_linear(y)
     assert state.count.seen == ["another_stream"]
     assert state.calls[-1] == "stock linear"
 
 
-def test_a_norm_that_writes_over_the_output(state: Any) -> None:
-    norm, other = known(state), Norm()
+def test_the_same_address_is_not_the_same_tensor(state: Any) -> None:
+    """Prefill graphs hold tensors over memory that they do not own; later other values lie there."""
+    y = run_norm(known(state), rows(1))
+    alias = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(y))
+    assert alias.data_ptr() == y.data_ptr()
+    assert alias.untyped_storage()._cdata != y.untyped_storage()._cdata
+    run_linear(alias)
+    assert state.calls == ["fused", "stock linear"]
+    run_linear(y.view(5, HIDDEN))
+    assert state.count.seen == ["engaged"]
+
+
+def test_two_norms_then_their_linears(state: Any) -> None:
+    """MLA: q and the latent are normed one after the other, then both are multiplied."""
+    first, second = known(state), known(state)
+    q, latent = run_norm(first, rows(1)), run_norm(second, rows(2))
+    run_linear(q)
+    run_linear(latent)
+    assert state.count.seen == ["engaged", "engaged"]
+    for tensor, call in zip((q, latent), state.calls[2:], strict=True):
+        want = kernels.reference(
+            tensor,
+            torch.ones(HIDDEN, dtype=torch.bfloat16),
+            0.0,
+            scales="column",
+            rstd=torch.ones(5),
+        )
+        assert torch.equal(call[1].view(torch.uint8), want["q"])
+
+
+def test_codes_go_with_the_output(state: Any) -> None:
+    y = run_norm(known(state), rows(1))
+    assert len(state.pairs) == 1
+    del y
+    gc.collect()
+    assert not state.pairs
+
+
+@pytest.mark.parametrize("written", ["x", "part of x", "residual"])
+@pytest.mark.parametrize("feeding", [False, True])
+def test_a_norm_that_writes_over_the_output(state: Any, written: str, feeding: bool) -> None:
+    norm, other = known(state), known(state) if feeding else Norm()
     y = run_norm(norm, rows(1))
-    run_norm(other, y, rows(2))  # writes its result into y
+    if written == "x":
+        out, _ = run_norm(other, y, rows(2))
+    elif written == "part of x":
+        out, _ = run_norm(other, y[:3], rows(2, 3))
+    else:
+        out, _ = run_norm(other, rows(2), y)
+    state.count.seen.clear()
     run_linear(y)
-    assert "engaged" not in state.count.seen
+    # The second norm's own output, where it is y.
+    assert ("engaged" in state.count.seen) == (feeding and out is y)
+    if feeding and out is y:
+        (_, codes, _) = state.calls[-1]
+        want = kernels.reference(
+            y, torch.ones(HIDDEN, dtype=torch.bfloat16), 0.0, scales="column", rstd=torch.ones(5)
+        )
+        assert torch.equal(codes.view(torch.uint8), want["q"])
+
+
+def test_an_idle_rank_learns_later(state: Any) -> None:
+    norm = Norm()
+    for _ in range(norm_quant.UNDECIDED_CALLS + 5):
+        run_norm(norm, rows(count=0))
+    run_linear(run_norm(norm, rows(1)))
+    assert state.feeds(norm)
+
+
+def test_static_quantisation_stays_in_stock(state: Any) -> None:
+    norm = known(state)
+    run_norm(norm, rows(1), linear=types.SimpleNamespace(input_scale=torch.ones(1)))
+    assert state.calls == ["stock norm"]
+    assert state.count.seen == ["static_quant"]
+    run_norm(norm, rows(1), linear=types.SimpleNamespace())
+    assert state.calls[1:] == ["fused"]
+
+
+def test_residuals_that_do_not_fit(state: Any) -> None:
+    norm, x, residual = Norm(), rows(1), rows(2)
+    assert norm_quant.uncovered(norm, x, residual, rows(3)) is None
+    for reason, second, more in (
+        ("strides", x, None),
+        ("strides", rows(2, 1).expand(5, HIDDEN), None),
+        ("dtype_or_shape", residual[:4], None),
+        ("dtype_or_shape", residual, rows(3).float()),
+        ("dtype_or_shape", residual, rows(3)[:1]),
+    ):
+        assert norm_quant.uncovered(norm, x, second, more) == reason
+    norm.weight = torch.nn.Parameter(norm.weight.float(), requires_grad=False)
+    assert norm_quant.uncovered(norm, x, residual) == "dtype_or_shape"
 
 
 def test_verify_sees_a_changed_output(state: Any) -> None:

@@ -3,19 +3,23 @@
 
 *Rule*    A norm whose output reaches a DeepGEMM block-FP8 linear is noted; from its next call on, one kernel computes the
           bf16 output that stock computes and, beside it, the FP8 codes and scales that the linear would compute next.
-          The pair waits for the linear in one place, which the next such norm takes over.
-*Safety*  The linear takes the pair only for the very tensor that the norm returned: same object, or a view of all of it while
-          that object lives, so that its memory cannot be another's. The bf16 output is always written, because others may
-          read it (router, indexer). A norm that this code does not cover runs in stock.
+          The last two pairs wait for their linears, each as long as its output lives: MLA norms q and the latent before
+          it multiplies q.
+*Safety*  The linear takes the pair only for the very tensor that the norm returned: same object, or a view of all of its storage
+          while that object lives. An address alone proves nothing: prefill graphs hold tensors that do not own their memory.
+          The bf16 output is always written, because others may read it (router, indexer). A norm that this code does not
+          cover runs in stock.
 *Bits*    Same bits as stock, so tokens do not change; ``NUMINOUS_MOE_NORM_QUANT_VERIFY=1`` checks it call by call.
-          What it cannot see: code that writes into a norm's output between norm and linear. Stock 0.5.20 has none.
-*Graphs*  Capture runs this code once; warm-up calls before it have noted the norms.
+          What it cannot see: code other than an `RMSNorm` that writes into a norm's output before its linear. Stock 0.5.20 has none
+          (models and layers searched).
+*Graphs*  Capture runs this code once; warm-up calls before it have noted the norms. A prefill graph of stock is captured in
+          pieces, with eager code between them: a pair does not cross, because the graph would read the codes of the capture.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -35,6 +39,7 @@ from numinous_tooling.patching.counters import FeatureCounters, counters
 from numinous_tooling.patching.flags import option_value
 
 FLASHINFER = "0.6.18"
+KEPT = 2  # pairs
 REMEMBERED = 8  # outputs of norms not yet decided about: a linear follows its norm closely
 UNDECIDED_CALLS = 32  # after that many calls without a linear, a norm feeds none
 
@@ -45,13 +50,13 @@ class Pair:
 
     Args:
         output: the bf16 tensor that the norm returned.
-        stream: handle of the stream on which they were made; no other stream may use them.
+        place: the stream on which they were made, and whether it was being captured; they are used nowhere else.
     """
 
     output: weakref.ref[torch.Tensor]
     codes: torch.Tensor
     scales: torch.Tensor
-    stream: int
+    place: Hashable
 
 
 class NormQuant:
@@ -61,7 +66,7 @@ class NormQuant:
         scales: layout that the GEMM of this GPU takes.
         verify: check every pair against stock before it is used.
         count: engaged / refused counters. A captured graph counts once, at its capture.
-        stream_of: handle of the current stream.
+        place: handle of the current stream, and whether it is being captured.
     """
 
     def __init__(
@@ -70,13 +75,13 @@ class NormQuant:
         scales: Scales,
         verify: bool,
         count: FeatureCounters,
-        stream_of: Callable[[], int],
+        place: Callable[[], Hashable],
     ) -> None:
         self.scales = scales
         self.verify = verify
         self.count = count
-        self.stream_of = stream_of
-        self.pair: Pair | None = None
+        self.place = place
+        self.pairs: list[Pair] = []
         self._calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._feeding: weakref.WeakSet[Any] = weakref.WeakSet()
         self._recent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]] = []
@@ -95,27 +100,43 @@ class NormQuant:
         del self._recent[:-REMEMBERED]
 
     def put(self, output: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Keep the pair of an output until its linear asks, or the next one comes."""
-        self.pair = Pair(weakref.ref(output), codes, scales, self.stream_of())
+        """Keep the pair of an output while that lives, or until `KEPT` others have come."""
+        pair = Pair(weakref.ref(output, self._gone), codes, scales, self.place())
+        self.pairs = [*self.pairs, pair][-KEPT:]
 
-    def drop(self, tensor: torch.Tensor) -> None:
-        """Forget the pair if a norm is about to write into its output."""
-        if self.pair is not None and _is(self.pair.output(), tensor):
-            self.pair = None
+    def _gone(self, output: weakref.ref[torch.Tensor]) -> None:
+        # Codes of a long prefill are a hundred megabytes: give them back as stock does.
+        self.pairs = [pair for pair in self.pairs if pair.output is not output]
+
+    def drop(self, *written: torch.Tensor | None) -> None:
+        """Forget the pairs into whose outputs a norm is about to write."""
+        if self.pairs:
+            storages = {_storage(tensor) for tensor in written if tensor is not None}
+            self.pairs = [
+                pair
+                for pair in self.pairs
+                if (output := pair.output()) is not None and _storage(output) not in storages
+            ]
 
     def take(self, tensor: torch.Tensor) -> Pair | None:
         """The pair of this input of a linear, or None; otherwise the norm it came from is noted."""
-        if self.pair is not None and _is(self.pair.output(), tensor):
-            if self.pair.stream != self.stream_of():
+        for pair in reversed(self.pairs):
+            if _is(pair.output(), tensor):
+                if pair.place == self.place():
+                    return pair
                 self.count.refused("another_stream")
                 return None
-            return self.pair
         for output, norm in self._recent:
             owner = norm()
             if owner is not None and _is(output(), tensor):
                 self._feeding.add(owner)
                 self.count.refused("first_calls")
         return None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tells a storage from another while both live; tensors at one address may have storages of their own."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is(output: torch.Tensor | None, tensor: torch.Tensor) -> bool:
@@ -126,10 +147,10 @@ def _is(output: torch.Tensor | None, tensor: torch.Tensor) -> bool:
         output.data_ptr() == tensor.data_ptr()
         and output.numel() == tensor.numel()
         and output.dtype == tensor.dtype
-        and output.device == tensor.device
+        and output.shape[-1:] == tensor.shape[-1:]
         and output.is_contiguous()
         and tensor.is_contiguous()
-        and output.shape[-1] == tensor.shape[-1]
+        and _storage(output) == _storage(tensor)
     )
 
 
@@ -147,7 +168,10 @@ def _get() -> NormQuant:
             scales="ue8m0" if deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0 else "column",
             verify=bool(option_value(VERIFY)),
             count=counters(NORM_QUANT),
-            stream_of=lambda: int(torch.cuda.current_stream().cuda_stream),
+            place=lambda: (
+                int(torch.cuda.current_stream().cuda_stream),
+                torch.cuda.is_current_stream_capturing(),
+            ),
         )
     return _state
 
@@ -181,14 +205,16 @@ def around_norm(
     if torch.compiler.is_compiling():
         return original(norm, x, residual, post_residual_addition, quant_linear)
     state = _get()
-    state.drop(x)
+    if residual is not None:
+        state.drop(x, residual)
     if not state.feeds(norm):
         out = original(norm, x, residual, post_residual_addition, quant_linear)
         first = out[0] if isinstance(out, tuple) else out
-        if isinstance(first, torch.Tensor):
+        # An idle rank of data parallelism must not use up the calls of its norms.
+        if isinstance(first, torch.Tensor) and first.numel():
             state.remember(norm, first)
         return out
-    if reason := uncovered(norm, x, residual):
+    if reason := uncovered(norm, x, residual, post_residual_addition, quant_linear):
         state.count.refused(reason)
         return original(norm, x, residual, post_residual_addition, quant_linear)
 
@@ -206,10 +232,21 @@ def around_norm(
     return y if residual is None else (y, residual)
 
 
-def uncovered(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
+def uncovered(
+    norm: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    post_residual_addition: torch.Tensor | None = None,
+    quant_linear: Any = None,
+) -> str | None:
     """Why this call of a norm runs in stock, as a counter's reason; None if the kernel gives stock's bits."""
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
+    if quant_linear is not None:
+        from sglang.srt.layers.layernorm import _fp8_static_input_scale
+
+        if _fp8_static_input_scale(quant_linear) is not None:
+            return "static_quant"  # stock returns codes there
     if norm.cast_x_before_out_mul or norm.variance_size_override is not None:
         return "norm_variant"
     if is_batch_invariant_mode_enabled():
@@ -221,11 +258,26 @@ def uncovered(norm: Any, x: torch.Tensor, residual: torch.Tensor | None) -> str 
             return "dtype_or_shape"
         if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
             return "strides"
-    if norm.weight.dtype != torch.bfloat16:
-        return "dtype_or_shape"
     hidden = x.shape[1]
+    if residual is not None:
+        if residual.shape != x.shape:
+            return "dtype_or_shape"
+        # Written in place: rows may not overlap, nor may the two be one.
+        overlap = len(x) > 1 and min(x.stride(0), residual.stride(0)) < hidden
+        if overlap or x.data_ptr() == residual.data_ptr():
+            return "strides"
+        if post_residual_addition is not None and (
+            post_residual_addition.dtype != torch.bfloat16
+            or post_residual_addition.shape != residual.shape
+        ):
+            return "dtype_or_shape"
     if hidden % GROUP or not SMALLEST_HIDDEN <= hidden <= LARGEST_HIDDEN:
         return "hidden_size"
+    weight = norm.weight
+    if weight.dtype != torch.bfloat16 or weight.shape != (hidden,):
+        return "dtype_or_shape"
+    if weight.stride(0) != 1 or weight.data_ptr() % 16:
+        return "strides"
     return None
 
 
