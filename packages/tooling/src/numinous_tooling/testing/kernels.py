@@ -263,7 +263,7 @@ class KernelTests:
             pytest.skip(str(missing))
         except AssertionError as violations:
             # The text says everything; a traceback through the gate for each architecture would bury it.
-            pytest.fail(str(violations), pytrace=False)
+            raise pytest.fail.Exception(str(violations), pytrace=False) from None
 
     @pytest.mark.tier("device")
     def test_device(self, implementation: str, case: Any, gpu: torch.device) -> None:
