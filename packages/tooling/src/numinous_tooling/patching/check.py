@@ -81,7 +81,7 @@ def check_report(
     """Do the chosen features fit, and can they serve this command?
 
     Args:
-        names: feature ids; none means the enabled ones, and where none is enabled, every installed one.
+        names: feature ids, or a word (``upstream``) for its features on disk; none means the enabled ones, and where none is enabled, every installed one.
         engine: wheel or directory instead of the installation.
         everything: judge every installed feature.
         command: the user's own serve command line, with leading ``NAME=value`` words if any.
@@ -114,6 +114,13 @@ def check_report(
     if serve is not None:
         environ = dict(serve.environ)
     known = {feature.id: feature for feature in installed}
+    # A word stands for all of its features on disk, as in `numinous apply`.
+    words = {
+        name: [feature.id for feature in installed if feature.word == name and feature.on_disk]
+        for name in names
+        if name not in known
+    }
+    names = [one for name in names for one in words.get(name) or [name]]
     if unknown := [name for name in names if name not in known]:
         problems.append(
             f"no installed feature {', '.join(unknown)}; installed: {', '.join(known) or 'none'}"

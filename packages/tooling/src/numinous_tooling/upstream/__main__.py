@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "run", help="every reproduction on the released and on the patched package"
     )
-    command.add_argument("names", nargs="*", help="ids or folders, with * and ?; left out: all")
+    command.add_argument(
+        "names", nargs="*", help="ids, folders, numbers or slugs, with * and ?; left out: all"
+    )
     for flag, what in (
         ("--tree", "released package (default: the installed one)"),
         ("--newest", "newest release, for information"),
@@ -85,16 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(root: Path, options: argparse.Namespace) -> int:
-    fixes = [
-        fix
-        for fix in read_fixes(root)
-        if not options.names
-        or any(
-            fnmatch(name, pattern.rstrip("/"))
-            for name in (fix.id, fix.name, fix.path.name)
-            for pattern in options.names
-        )
-    ]
+    fixes = read_fixes(
+        root, [name.rstrip("/").removeprefix(f"{FOLDER}/") for name in options.names]
+    )
     if not fixes:
         raise PatchError(f"no fix of that name in {FOLDER}/")
     report = run.run(

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -179,13 +180,23 @@ def fixes_root() -> Path | None:
         ) from error
 
 
-def read_fixes(root: Path) -> list[Fix]:
-    """Every fix below a folder, by project (in the order of `PROJECTS`) and number.
+def read_fixes(root: Path, patterns: Sequence[str] = ()) -> list[Fix]:
+    """Fixes below a folder, by project (in the order of `PROJECTS`) and number.
+
+    Args:
+        root: the folder.
+        patterns: ids, ``<project>/<nnnn>-<slug>`` or parts of it, with ``*`` and ``?``; none: all of them.
 
     Raises:
         HeaderError: a header is missing or is no TOML.
     """
-    return [_read(path) for path in fix_folders(root)]
+
+    def wanted(path: Path) -> bool:
+        fix = Fix(path, {})
+        names = (fix.id, fix.name, path.name, fix.number, fix.slug)
+        return any(fnmatch(name, pattern) for name in names for pattern in patterns)
+
+    return [_read(path) for path in fix_folders(root) if not patterns or wanted(path)]
 
 
 def fix_folders(root: Path) -> list[Path]:
@@ -300,7 +311,7 @@ def _doctor_problems(doctor: object) -> Iterator[str]:
     if not isinstance(doctor, Mapping):
         return
     if set(doctor) != {"says", "when"} or not isinstance(doctor.get("says"), str):
-        yield "doctor holds says (one line) and when (a list of conditions)"
+        yield 'doctor holds says = "one line" and when = [ conditions ], which must all hold; nothing else'
         return
     when = doctor["when"]
     if not isinstance(when, list) or not when:
