@@ -7,7 +7,8 @@ Two servers in turn, stock and with the feature, on a model of DeepSeek-V3's sha
     python packages/moe-gemm/benchmarks/bench_norm_quant.py --evidence
 
 1. *Same tokens*: greedy answers to prompts of several lengths, one request at a time, with the logprob of every token;
-   tokens and logprobs have to be equal. An arm of stock against stock first: where that differs, nothing follows.
+   tokens have to be equal, and every logprob of a prompt for which stock repeats its own. Stock against itself first:
+   where its tokens differ, or do not depend on the prompt, nothing follows.
 2. *Speed*: prefill of long prompts one by one; decode of many short prompts at once.
 
 The gate before any figure is recorded: all answers complete, equal tokens, the feature engaged, the other arm without a trace of it.
@@ -17,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from numinous_tooling.patching.counters import read_totals
 VOCABULARY = 32000
 LENGTHS = (1, 7, 64, 200, 700, 2500)
 ARMS = ("stock", "norm_quant")
+Answer = dict[str, list[Any]]  # "tokens", "logprobs"
 
 
 def dummy_model(folder: Path, layers: int) -> Path:
@@ -119,14 +122,51 @@ def ask(http: httpx.Client, ids: list[int], new_tokens: int, logprobs: bool = Fa
     return answer
 
 
-def measure(http: httpx.Client, options: argparse.Namespace) -> dict[str, Any]:
-    """Answers and speed of one server."""
+def greedy(http: httpx.Client) -> list[Answer]:
+    """Tokens and logprobs of the prompts that are compared."""
     answers = []
     for seed, length in enumerate(LENGTHS):
         answer = ask(http, prompt(seed, length), 24, logprobs=True)
         logprobs = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
         answers.append({"tokens": answer["output_ids"], "logprobs": logprobs})
+    return answers
 
+
+def check_answers(stock: list[Answer], again: list[Answer], ours: list[Answer]) -> list[bool]:
+    """Whether the logprobs are equal, by prompt; raises SystemExit where the feature, or stock itself, is red.
+
+    Args:
+        stock: of the first server.
+        again: of the same server a second time.
+        ours: of the server with the feature.
+    """
+    if not all(math.isfinite(value) for answer in stock for value in answer["logprobs"]):
+        raise SystemExit(
+            "red gate: stock's logprobs are not finite; equal tokens would mean nothing"
+        )
+    if len({tuple(answer["tokens"]) for answer in stock}) == 1:
+        raise SystemExit(
+            "red gate: stock answers every prompt alike; equal tokens would mean nothing"
+        )
+    equal = []
+    for length, want, repeated, got in zip(LENGTHS, stock, again, ours, strict=True):
+        if want["tokens"] != repeated["tokens"]:
+            raise SystemExit("red gate: stock does not repeat its own tokens")
+        if want["tokens"] != got["tokens"]:
+            raise SystemExit(
+                f"red gate: prompt of {length}: {got['tokens']}, stock {want['tokens']}"
+            )
+        equal.append(want["logprobs"] == got["logprobs"])
+        if want["logprobs"] == repeated["logprobs"] and not equal[-1]:
+            raise SystemExit(
+                f"red gate: prompt of {length}: logprobs differ from stock's, which repeats its own"
+            )
+    return equal
+
+
+def measure(http: httpx.Client, options: argparse.Namespace) -> dict[str, Any]:
+    """Answers and speed of one server."""
+    answers = greedy(http)
     prefill = []
     for repeat in range(options.repeats + 1):
         begin = time.perf_counter()
@@ -135,18 +175,12 @@ def measure(http: httpx.Client, options: argparse.Namespace) -> dict[str, Any]:
 
     decode = []
     for repeat in range(options.repeats + 1):
-        threads = [
-            threading.Thread(
-                target=ask, args=(http, prompt(5000 + 100 * repeat + n, 32), options.decode)
-            )
-            for n in range(options.users)
-        ]
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        decode.append(options.users * options.decode / (time.perf_counter() - begin))
+        prompts = [prompt(5000 + 100 * repeat + n, 32) for n in range(options.users)]
+        with ThreadPoolExecutor(options.users) as users:
+            begin = time.perf_counter()
+            # Its results, so that what goes wrong in a thread is raised here.
+            list(users.map(lambda ids: ask(http, ids, options.decode), prompts))
+            decode.append(options.users * options.decode / (time.perf_counter() - begin))
     # The first of each warms up.
     return {"answers": answers, "prefill_tok_s": prefill[1:], "decode_tok_s": decode[1:]}
 
@@ -173,9 +207,7 @@ def run_arm(name: str, options: argparse.Namespace, model: Path, folder: Path) -
         with httpx.Client(base_url=server.url, timeout=600, limits=limits, trust_env=False) as http:
             result = measure(http, options)
             if name == "stock":  # what differs from run to run of the same server proves nothing
-                again = [ask(http, prompt(s, n), 24)["output_ids"] for s, n in enumerate(LENGTHS)]
-                if again != [answer["tokens"] for answer in result["answers"]]:
-                    raise SystemExit("red gate: stock does not repeat its own tokens")
+                result["again"] = greedy(http)
     result["counters"] = read_totals(state).get(FEATURE.id, {})
     if (name == "norm_quant") != bool(result["counters"].get("engaged")):
         raise SystemExit(f"red gate: arm {name} shows counters {result['counters']}")
@@ -219,15 +251,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.verify:
         print("every pair equals stock's quantisation")
         return 0
-    stock, ours = (results[name]["answers"] for name in ARMS)
-    for length, want, got in zip(LENGTHS, stock, ours, strict=True):
-        if want["tokens"] != got["tokens"]:
-            raise SystemExit(
-                f"red gate: prompt of {length}: {got['tokens']}, stock {want['tokens']}"
-            )
-    equal_logprobs = [
-        want["logprobs"] == got["logprobs"] for want, got in zip(stock, ours, strict=True)
-    ]
+    stock, ours = (results[name] for name in ARMS)
+    equal_logprobs = check_answers(stock["answers"], stock["again"], ours["answers"])
     print(f"tokens equal for all {len(LENGTHS)} prompts, logprobs for {sum(equal_logprobs)}")
 
     common = _facts()

@@ -8,8 +8,10 @@ compared with stock by ``benchmarks/bench_norm_quant.py``.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -435,3 +437,63 @@ def test_judge(given: dict[str, Any], said: str | None) -> None:
     lines = list(judge(ServeCommand(given, DEFAULTS)))
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "fine"),
+    [("SGLANG_ENABLE_JIT_DEEPGEMM", "False", "1"), ("FLASHINFER_USE_CUDA_NORM", "1", "0")],
+)
+def test_judge_reads_the_environment(name: str, off: str, fine: str) -> None:
+    (line,) = judge(ServeCommand({}, DEFAULTS, {name: off}))
+    assert line.startswith(name)
+    assert not list(judge(ServeCommand({}, DEFAULTS, {name: fine})))
+
+
+# --- The gate of the engine benchmark -------------------------------------------------------------------------------
+
+
+def _answers(spoilt: str = "", prompt: int = 3) -> list[dict[str, list[Any]]]:
+    answers = [{"tokens": [n, n + 1], "logprobs": [-0.5 * n, -1.0]} for n in range(6)]
+    if spoilt == "tokens":
+        answers[prompt]["tokens"][1] = 99
+    elif spoilt:
+        answers[prompt]["logprobs"][1] = float(spoilt)
+    return answers
+
+
+def _benchmark() -> Any:
+    path = Path(__file__).parents[1] / "benchmarks" / "bench_norm_quant.py"
+    spec = importlib.util.spec_from_file_location("bench_norm_quant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("again", "ours", "said"),
+    [
+        (_answers(), _answers("tokens"), "prompt of 200: .*, stock"),
+        (_answers("tokens"), _answers(), "does not repeat its own tokens"),
+        (_answers(), _answers("-1.1"), "prompt of 200: logprobs differ"),
+    ],
+)
+def test_gate_of_the_benchmark(again: Any, ours: Any, said: str) -> None:
+    pytest.importorskip("httpx", reason="the benchmark needs httpx")
+    check = _benchmark().check_answers
+    with pytest.raises(SystemExit, match=said):
+        check(_answers(), again, ours)
+    assert check(_answers(), _answers(), _answers()) == [True] * 6
+    # Where stock does not repeat its own logprobs, another's say nothing.
+    repeated = check(_answers(), _answers("-1.2"), _answers("-1.1"))
+    assert repeated == [True, True, True, False, True, True]
+
+
+def test_answers_that_prove_nothing() -> None:
+    pytest.importorskip("httpx", reason="the benchmark needs httpx")
+    check = _benchmark().check_answers
+    nan, alike = _answers("nan"), _answers()[:1] * 6
+    for answers, said in ((nan, "not finite"), (alike, "answers every prompt alike")):
+        with pytest.raises(SystemExit, match=said):
+            check(answers, answers, answers)

@@ -7,6 +7,10 @@ subnormals and the largest numbers; shapes in between differ from these in trip 
 
 from __future__ import annotations
 
+import contextlib
+import re
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +20,11 @@ from numinous_moe_gemm.kernels import rmsnorm_quant as kernels
 from numinous_moe_gemm.kernels.rmsnorm_quant import add_rmsnorm_quant_fp8, rmsnorm_quant_fp8
 from numinous_moe_gemm.workbench import rmsnorm_quant as workbench
 from numinous_moe_gemm.workbench.rmsnorm_quant import EPS, OP, Case
+from numinous_tooling.compile.gate import SHARED_LIMIT
 from numinous_tooling.scale_layouts import with_padding
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import assert_bitwise_equal
+from numinous_tooling.testing.tiers import selection
 from numinous_tooling.workbench import case_id
 
 
@@ -129,6 +135,112 @@ def test_layout_of_deep_gemm(rows: int, hidden: int, gpu: torch.device) -> None:
     packed = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(plain.contiguous())
     assert packed.stride() == out.scale.stride()
     assert_bitwise_equal("scale", out.scale, packed)
+
+
+# --- Launches and machine code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("ref")
+def test_every_hidden_size_has_its_kernels() -> None:
+    """No thread holds more vectors than its kernel has places; no block more threads or memory than there are."""
+    entries = {entry for binary in kernels.BINARIES for entry in binary.entries}
+    for hidden in range(kernels.SMALLEST_HIDDEN, kernels.LARGEST_HIDDEN + 1, kernels.GROUP):
+        width = kernels.threads_per_row(hidden)
+        vectors = -(-hidden // (8 * width))
+        held = next(count for count in kernels.STREAM_VECTORS[width] if vectors <= count)
+        assert held * width * 8 >= hidden
+        assert f"stream_{width}_{held}_add_ue8m0" in entries
+        assert -(-vectors // 2) * width <= kernels.SINGLE_THREADS
+        for add in (False, True):
+            shared = kernels.stream_shared(hidden, held, add) + 32  # static
+            assert shared <= SHARED_LIMIT["sm90"]
+            # The launcher takes "single" where this does not hold.
+            assert (shared <= SHARED_LIMIT["sm120"]) == (hidden <= 12288 or not add), hidden
+
+
+class _Recorded:
+    """Stands in for a kernel: notes what it is launched with."""
+
+    def __init__(self, name: str, launches: list[Any]) -> None:
+        self.name, self.launches = name, launches
+
+    def blocks_per_processor(self, threads: int, shared: int) -> int:
+        return 4
+
+    def __call__(self, grid: Any, threads: int, args: Any, *, shared: int, **_: Any) -> None:
+        self.launches.append((self.name, grid, threads, shared))
+
+
+@pytest.mark.tier("ref")
+@pytest.mark.parametrize(
+    ("rows", "hidden", "add", "optin", "want"),
+    [
+        (1, 7168, False, 232448, ("single_1", (1,), 896, 28672)),
+        (264, 7168, False, 232448, ("single_1", (264,), 896, 28672)),
+        (265, 7168, False, 232448, ("stream_128_7", (265,), 128, 43008)),
+        (1056, 16384, True, 232448, ("single_2_add", (1056,), 1024, 65536)),
+        (1057, 16384, True, 232448, ("stream_128_16_add", (1057,), 128, 131072)),
+        (1057, 16384, True, 101376, ("single_2_add", (1057,), 1024, 65536)),
+        (1057, 12288, True, 101376, ("stream_128_12_add", (1057,), 128, 98304)),
+        (1057, 2048, False, 232448, ("stream_32_8", (265,), 128, 24576)),
+        (10000, 4096, False, 232448, ("stream_64_8", (500,), 128, 32768)),
+    ],
+)  # fmt: skip
+def test_launches(
+    rows: int, hidden: int, add: bool, optin: int, want: Any, monkeypatch: Any
+) -> None:
+    """Schedule, grid and shared memory on a GPU of 132 multiprocessors."""
+    launches: list[Any] = []
+    properties = types.SimpleNamespace(
+        multi_processor_count=132, shared_memory_per_block_optin=optin
+    )
+    stream = types.SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(kernels, "_load", lambda name, variant: _Recorded(name + variant, launches))
+    x = torch.empty(1, dtype=torch.bfloat16).expand(rows, hidden)  # nobody reads it
+    residual = x if add else None
+    kernels._launch_cuda(
+        kernels._Call(x, residual, x[0], x, None, None, None, rows, rows, hidden, 0, EPS, 0.0, "")
+    )
+    assert launches == [want]
+
+
+def _stored_before_wait(sass: str) -> list[str]:
+    """Stores to global memory ahead of the first griddepcontrol.wait (ACQBULK) of a kernel."""
+    before, wait, _ = sass.partition("ACQBULK")
+    assert wait, "the kernel waits for nobody"
+    return re.findall(r"\b(?:STG|ST|RED|ATOMG?)\.[\w.]*", before)
+
+
+@pytest.mark.tier("ref")
+def test_a_store_before_the_wait_is_seen() -> None:
+    store = "/*0010*/ @!P0 STG.E.64 desc[UR8][R4.64], RZ ;\n"
+    code = "/*0000*/ LDG.E R0, [R2] ;\n{}/*0020*/ STS [R1], R0 ;\n/*0030*/ ACQBULK ;\n" + store
+    assert _stored_before_wait(code.format("")) == []
+    assert _stored_before_wait(code.format(store)) == ["STG.E.64"]
+
+
+@pytest.mark.tier("compile")
+@pytest.mark.parametrize("binary", kernels.BINARIES, ids=lambda binary: binary.name)
+def test_nothing_is_stored_before_the_wait(
+    arch: str, binary: Any, request: pytest.FixtureRequest
+) -> None:
+    """The kernel ahead may still read the memory that the allocator gave to our outputs."""
+    from numinous_tooling.compile import cuda, gate, resources
+
+    if arch not in binary.archs:
+        pytest.skip(f"{binary.name} is not made for {arch}")
+    if not binary.quick and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles it")
+    try:
+        _, folder = cuda.compile_arch(Path(kernels.__file__).parents[1], binary, arch)
+        code = resources.sass(folder / f"{binary.name}.cubin")
+    except gate.NotAvailable as missing:
+        pytest.skip(str(missing))
+    assert set(code) == set(binary.entries)
+    assert {name: found for name in code if (found := _stored_before_wait(code[name]))} == {}
 
 
 # --- Both schedules, edges ------------------------------------------------------------------------------------------

@@ -70,3 +70,7 @@ def judge(command: ServeCommand) -> Iterator[str]:
         yield "--enable-deterministic-inference runs another norm, whose bits this kernel does not give"
     if command.get("rl_on_policy_target"):
         yield "--rl-on-policy-target runs another norm, whose bits this kernel does not give"
+    if command.environ.get("SGLANG_ENABLE_JIT_DEEPGEMM", "").lower() in ("0", "false", "no", "n"):
+        yield "SGLANG_ENABLE_JIT_DEEPGEMM switches DeepGEMM off; the feature hooks DeepGEMM's block-FP8 linears"
+    if command.environ.get("FLASHINFER_USE_CUDA_NORM") == "1":
+        yield "FLASHINFER_USE_CUDA_NORM runs another norm, whose bits this kernel does not give"

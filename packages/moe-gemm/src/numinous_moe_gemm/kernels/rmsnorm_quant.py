@@ -317,6 +317,11 @@ def threads_per_row(hidden: int) -> int:
     return 32 if hidden <= 3072 else 64 if hidden <= 6144 else 128
 
 
+def stream_shared(hidden: int, held: int, add: bool) -> int:
+    """Bytes of dynamic shared memory of a "stream" kernel: weights in fp32, vectors of x (and residual) under way."""
+    return 4 * hidden + 16 * STREAM_THREADS * held * (2 if add else 1)
+
+
 def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = None) -> None:
     width = threads_per_row(call.hidden)
     vectors = -(-call.hidden // (8 * width))
@@ -336,22 +341,25 @@ def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = Non
         call.eps,
         call.weight_bias,
     )  # fmt: skip
-    shared = 4 * call.hidden  # weights, or the row, in fp32
+    add = call.residual is not None
     with torch.cuda.device(call.x.device):
         stream = torch.cuda.current_stream().cuda_stream
-        processors = torch.cuda.get_device_properties(call.x.device).multi_processor_count
+        properties = torch.cuda.get_device_properties(call.x.device)
+        processors = properties.multi_processor_count
+        held = next(count for count in STREAM_VECTORS[width] if vectors <= count)
+        shared = stream_shared(call.hidden, held, add)
         if schedule is None:
-            few = call.rows <= SINGLE_ROWS_PER_PROCESSOR[call.residual is not None] * processors
-            schedule = "single" if few else "stream"
+            few = call.rows <= SINGLE_ROWS_PER_PROCESSOR[add] * processors
+            # Consumer GPUs have 99 KiB: too little for the widest rows with a residual.
+            fits = shared <= properties.shared_memory_per_block_optin
+            schedule = "single" if few or not fits else "stream"
         if schedule == "single":
             items = 1 if width * vectors <= SINGLE_THREADS else 2
             kernel = _load(f"single_{items}", variant)
             grid, threads = call.rows, width * -(-vectors // items)
+            shared = 4 * call.hidden  # the row in fp32
         else:
-            held = next(count for count in STREAM_VECTORS[width] if vectors <= count)
             kernel = _load(f"stream_{width}_{held}", variant)
-            add = call.residual is not None
-            shared += 16 * STREAM_THREADS * held * (2 if add else 1)
             tiles = -(-call.rows * width // STREAM_THREADS)
             at_once = processors * kernel.blocks_per_processor(STREAM_THREADS, shared)
             # Without a residual the arithmetic counts: as many blocks as run at once, or fewer that then have the same
@@ -407,7 +415,7 @@ def rmsnorm_quant_fp8(
 
     Args:
         x: [M, H] bf16, rows of any stride, H contiguous and a multiple of 128.
-        weight: [H] bf16.
+        weight: [H] bf16. "cuda" may read it while the kernel ahead in the stream still runs, so that one may not write it.
         eps: added to the mean square.
         scales: "row", "column", "ue8m0" or "tensor", see the module.
         gemma: multiply by 1 + weight.

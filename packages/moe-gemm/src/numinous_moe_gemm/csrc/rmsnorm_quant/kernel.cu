@@ -13,6 +13,10 @@
 //   stream   many rows: a block of 128 threads walks over rows. Weights lie in shared memory in fp32, the next row is under way
 //            while this one is worked on. Bound by memory; counted in instructions, because those come next.
 //   single   few rows: a block holds one row, a thread one or two vectors. Little code: with a cold cache its fetch counts.
+//
+// Nothing is stored to global memory before griddepcontrol.wait, not even zeros into the padding of the scales: the
+// allocator gives out memory in stream order, so the kernel ahead may still read what lay there. The weights are asked for
+// before it, so the kernel ahead may not write them; ptxas 13.0 for sm_90a moves these loads behind the wait.
 
 #include <cuda_bf16.h>
 
@@ -424,8 +428,6 @@ __device__ __forceinline__ void single(const Params& p) {
   const int width = p.threads_per_row, halves = p.hidden / kVec;
   const int lane = threadIdx.x % width, first = threadIdx.x / width * kItems * width + lane;
   const int64_t row = blockIdx.x;
-  if (row == 0)
-    for (int64_t pad = p.rows; pad < p.padded_rows; ++pad) clear_scales<kUe8m0>(p, pad, threadIdx.x, blockDim.x);
 
   uint4 packed[kItems];
 #pragma unroll
@@ -475,6 +477,8 @@ __device__ __forceinline__ void single(const Params& p) {
     y[j] = normed(h[j], rstd, w);
   }
   finish<kUe8m0, false>(p, y, row_of(p, row), first * kVec, width * kVec, inverse);
+  if (row == 0)
+    for (int64_t pad = p.rows; pad < p.padded_rows; ++pad) clear_scales<kUe8m0>(p, pad, threadIdx.x, blockDim.x);
 }
 
 }  // namespace
