@@ -83,7 +83,8 @@ def test_a_comment_or_another_function_may_change(engine_copy, tmp_path):
     target.write_text(
         source.replace(line, line.rstrip() + "  # one less\n\n") + "\n\ndef more():\n    return 1\n"
     )
-    numinous("check", "--json", "--engine", str(engine_copy), tmp_path=tmp_path, expect=0)
+    engine = ("--engine", str(engine_copy))
+    numinous("check", FEATURE, "--json", *engine, tmp_path=tmp_path, expect=0)
 
 
 def test_other_version_and_missing_engine(engine_copy, tmp_path):

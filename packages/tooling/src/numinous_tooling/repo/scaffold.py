@@ -24,8 +24,10 @@ def new_package(checkout: Checkout, folder: str) -> Path:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", folder):
         raise RepoError(f"{folder!r} is no folder name; write lower-case words joined by '-'")
     target = checkout.root / "packages" / folder
-    if target.exists() or folder in checkout.packages:
-        raise RepoError(f"{folder} exists; choose another name")
+    if target.exists():
+        raise RepoError(f"packages/{folder} exists; choose another name")
+    if folder in checkout.packages:
+        raise RepoError(f"{checkout.package(folder).place}/ is that package; choose another name")
     if folder not in WORDS.values():
         raise RepoError(
             f"no word of feature ids belongs to {folder}; add one to WORDS in numinous_tooling/patching/feature.py"
