@@ -474,6 +474,8 @@ CASES: list[tuple[list[dict[str, Any]], ServeCommand, str]] = [
         "hit",
     ),
     ([{"config": "norm_topk_prob", "is": [False]}], serve({"norm_topk_prob": True}), "missed"),
+    ([{"flag": "model_path", "ends": [".gguf"]}], serve(model_path="a/b.gguf"), "hit"),
+    ([{"flag": "model_path", "ends": [".gguf"]}], serve(model_path="a/b"), "missed"),
     ([{"config": "q.method", "not": ["fp8"]}], serve({"q": {"method": "awq"}}), "hit"),
 ]
 
@@ -511,6 +513,7 @@ def test_doctor_names_what_a_command_meets(monkeypatch, tmp_path):
     found, rows = section(monkeypatch, tmp_path, "--kv-cache-dtype nvfp4")
     by_name = {one["what"]: one for one in found}
     assert by_name["upstream.fp4"]["level"] == "problem"
+    assert by_name["upstream.fp4"]["detail"] == "Loses scales (--kv-cache-dtype nvfp4)"
     assert by_name["upstream.fp4"]["fix"] == "numinous apply upstream.fp4"
     assert by_name["upstream.gemma (perhaps)"]["level"] == "note"
     assert not [name for name in by_name if "silent" in name]

@@ -13,7 +13,7 @@ Every key of `REQUIRED` is there and not empty. ``[doctor]`` says when a serve c
 All items of ``when`` must hold; `hit` evaluates them. ``flag`` is a field of the engine's server arguments, ``env`` a
 variable, ``config`` a key of the model's config.json (dots nest; a key that is missing at the top is looked for in
 ``text_config``). The tests are ``is`` and ``not`` (lists of values), ``any`` (a list in the config shares a member;
-for a single value the same as ``is``), ``above`` and ``below`` (a number), ``set`` (true or false: a value is there).
+for a single value the same as ``is``), ``ends`` (a text ends with one of a list), ``above`` and ``below`` (a number), ``set`` (true or false: a value is there).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PORTS = "ports"
 """Folder of a fix with the same patch against newer releases, ``<version>.patch``: to be sent, never applied here."""
 
 SOURCES = ("flag", "env", "config")
-TESTS = ("is", "not", "any", "above", "below", "set")
+TESTS = ("is", "not", "any", "ends", "above", "below", "set")
 MAX_TITLE = 100
 
 _NAME = re.compile(r"(\d{4})-([a-z0-9]+(?:-[a-z0-9]+)*)")

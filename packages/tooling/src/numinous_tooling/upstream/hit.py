@@ -69,7 +69,7 @@ def judge(fix: Fix, serve: ServeCommand) -> tuple[str, str]:
             open_.append(_said(item))
     if open_:
         return UNDECIDED, "if " + " and ".join(open_)
-    return HIT, " and ".join(_said(item) for item in doctor["when"])
+    return HIT, ", ".join(_met(item, serve) for item in doctor["when"])
 
 
 def _holds(item: Mapping[str, Any], serve: ServeCommand) -> bool | None:
@@ -98,6 +98,8 @@ def _holds(item: Mapping[str, Any], serve: ServeCommand) -> bool | None:
 
 
 def _compare(test: str, value: Any, wanted: Any) -> bool | None:
+    if test == "ends":
+        return isinstance(value, str) and value.endswith(tuple(map(str, wanted)))
     if test in ("above", "below"):
         try:
             number = float(value)
@@ -126,16 +128,31 @@ def _config(config: Mapping[str, Any], path: str) -> Any:
     return _MISSING
 
 
+def _name(item: Mapping[str, Any]) -> str:
+    if "flag" in item:
+        return "--" + str(item["flag"]).replace("_", "-")
+    return str(item["env"]) if "env" in item else f"{item['config']} of the model"
+
+
 def _said(item: Mapping[str, Any]) -> str:
     (test,) = (key for key in TESTS if key in item)
     value = item[test]
-    name = (
-        "--" + item["flag"].replace("_", "-")
-        if "flag" in item
-        else item.get("env") or f"config.json {item['config']}"
-    )
     if test == "set":
-        return f"{name} is {'set' if value else 'not set'}"
-    words = {"is": "is", "any": "has", "not": "is not", "above": "is above", "below": "is below"}
+        return f"{_name(item)} is {'set' if value else 'not set'}"
+    words = {"is": "is", "any": "has", "not": "is not", "ends": "ends with"}
     shown = " or ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return f"{name} {words[test]} {shown}"
+    return f"{_name(item)} {words.get(test, f'is {test}')} {shown}"
+
+
+def _met(item: Mapping[str, Any], serve: ServeCommand) -> str:
+    """A condition that holds, by the value that makes it hold."""
+    if "set" in item or "not" in item:
+        return _said(item)
+    if "flag" in item:
+        value = serve.get(item["flag"])
+    elif "env" in item:
+        value = serve.environ.get(item["env"])
+    else:
+        value = _config(serve.model_config or {}, item["config"])
+    shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+    return f"{_name(item)} {shown}"
