@@ -383,7 +383,7 @@ def test_pins_of_the_header_are_those_of_the_patch(root, engine):
     lines = pins.record(root, find_engine(engine))
     assert any("lacks sglang.srt.pool:other, which the patch changes" in line for line in lines)
     assert any("no definition of gone" in line for line in lines)
-    assert not (root / "pins.json").exists()
+    assert not (root / "sglang/pins.json").exists()
 
 
 def test_stale_digests(recorded):
@@ -391,8 +391,8 @@ def test_stale_digests(recorded):
     shutil.rmtree(recorded / "sglang/0002-gate-none")
     write_fix(recorded, "0003-new", title="New")
     assert pins.stale(recorded) == [
-        "sglang/0003-new: pins.json has no digests of sglang.srt.pool:Pool.size",
-        "upstream.gate_none: pins.json holds digests that no header asks for",
+        "sglang/0003-new: sglang/pins.json has no digests of sglang.srt.pool:Pool.size",
+        "upstream.gate_none: sglang/pins.json holds digests that no header asks for",
     ]
 
 

@@ -147,7 +147,7 @@ def _check_src(file: str, folder: str, parts: tuple[str, ...]) -> Iterator[Findi
 
 def _check_outside(file: str, parts: tuple[str, ...]) -> Iterator[Finding]:
     """Folders of fixes are judged by check_upstream."""
-    if len(parts) == 2 and not (parts[1] in {*PACKAGE_FILES, PINS} or file.endswith(".py")):
+    if len(parts) == 2 and not (parts[1] in PACKAGE_FILES or file.endswith(".py")):
         yield Finding(file, 1, "layout", f"{parts[1]} has no place in {OUTSIDE}/")
     elif len(parts) > 2 and parts[1] not in ("src", *PROJECTS):
         projects = ", ".join(PROJECTS)

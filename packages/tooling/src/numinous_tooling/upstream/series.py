@@ -11,8 +11,9 @@ from numinous_tooling.patching.feature import Feature, Pin, Series
 
 from .headers import Fix, HeaderError, read_fixes
 
-PINS = "pins.json"
-"""Beside the fixes: id -> target -> digest in the released version; written by ``python -m numinous_tooling.upstream pins``."""
+PINS = "sglang/pins.json"
+"""Beside the fixes of the engine: id -> target -> digest in the released version; written by
+``python -m numinous_tooling.upstream pins``."""
 
 
 def features(root: Path) -> tuple[Feature, ...]:
