@@ -147,7 +147,7 @@ def wheel(
     package: Package, files: Mapping[str, str], requires: str = "", entry_points: str = ""
 ) -> Path:
     """A wheel made by hand, in dist/."""
-    dist = package.path.parents[1] / "dist"
+    dist = package.path.parent / "dist"
     dist.mkdir(exist_ok=True)
     stem = f"{package.name.replace('-', '_')}-{package.version}"
     metadata = (
@@ -194,6 +194,28 @@ def test_wheel_contents(checkout: Checkout) -> None:
         for name in GOOD:
             archive.writestr(name, "")
     assert list(wheel_problems(checkout, package, path)) == ["the wheel lacks the licence"]
+
+
+def test_wheel_carries_the_fixes_that_lie_beside_its_source(checkout: Checkout) -> None:
+    place = "upstream-fixes"
+    files = {
+        f"{place}/pyproject.toml": pyproject("upstream-fixes"),
+        f"{place}/src/numinous_upstream_fixes/__init__.py": INIT,
+        f"{place}/sglang/0001-a/header.toml": "",
+        f"{place}/sglang/0001-a/fix.patch": "",
+        f"{place}/sglang/0001-a/test_repro.py": "",
+    }
+    write(checkout.root, files)
+    checkout = Checkout(checkout.root)
+    package = checkout.package("upstream-fixes")
+    inside = "numinous_upstream_fixes/fixes/sglang/0001-a"
+    good = {"numinous_upstream_fixes/__init__.py": INIT, f"{inside}/header.toml": ""}
+    path = wheel(package, good)
+    assert list(wheel_problems(checkout, package, path)) == [
+        "the wheel lacks sglang/0001-a/fix.patch; name its folder in pyproject.toml"
+    ]
+    path = wheel(package, {**good, f"{inside}/fix.patch": ""})
+    assert list(wheel_problems(checkout, package, path)) == []
 
 
 def test_sdist_contents(checkout: Checkout, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from numinous_tooling.repo import __main__ as command
 from numinous_tooling.repo import lint as rules
 from numinous_tooling.repo.checkout import Checkout, RepoError, find_checkout, import_name
 from numinous_tooling.repo.lint import FILL, HEADINGS, SPDX, Finding, lint
+from numinous_tooling.upstream import table
 
 README = "# a package\n\n" + "".join(f"## {heading}\n\ntext\n\n" for heading in HEADINGS)
 MODULE = SPDX + "\n"
@@ -94,6 +95,9 @@ FAULTS = [
     Fault("layout", "packages/notes.md", "text\n", 1, "file beside packages"),
     Fault("layout", "packages/scheduler/src/numinous/__init__.py", MODULE, 1, "namespace"),
     Fault("layout", "packages/scheduler/src/numinous_attention/x.py", MODULE, 1, "other's name"),
+    Fault("layout", "upstream-fixes/notes.md", "text\n", 1, "file beside the fixes"),
+    Fault("layout", "upstream-fixes/vllm/0001-a/header.toml", "", 1, "fixes of no project"),
+    Fault("layout", "upstream-fixes/src/numinous/x.py", MODULE, 1, "namespace of the fixes"),
     Fault("file-names", f"{SCHEDULER}/utils.py", MODULE, 1, "drawer module"),
     Fault("file-names", f"{SCHEDULER}/helpers/x.py", MODULE, 1, "drawer folder"),
     Fault("file-names", "packages/scheduler/tests/common.py", MODULE, 1, "drawer in tests"),
@@ -204,6 +208,27 @@ def test_planted_fault_is_found_alone(root: Path, fault: Fault) -> None:
     assert [(f.file, f.line, f.rule) for f in findings(root)] == [
         (fault.file, fault.line, fault.rule)
     ]
+
+
+def test_upstream_fixes_are_a_package_with_headers(root: Path) -> None:
+    base = "upstream-fixes"
+    project = '[project]\nname = "numinous-upstream-fixes"\nversion = "0.1.0"\n'
+    write(root, f"{base}/pyproject.toml", f'{project}dependencies = ["numinous-tooling>=0.1"]\n')
+    write(root, f"{base}/CHANGELOG.md", "# Changelog\n\n## 0.1.0\n")
+    write(root, f"{base}/LICENSE", "licence\n")
+    source = f"{base}/src/numinous_upstream_fixes"
+    write(root, f"{source}/__init__.py", f'{MODULE}"""Fixes."""\n\n__version__ = "0.1.0"\n')
+    (stale,) = findings(root)
+    assert str(stale).startswith(f"{base}/README.md:1: upstream: differs from the headers")
+    table.write(root / base)
+    assert findings(root) == []
+    write(root, f"{base}/sglang/0001-a/header.toml", 'project = "fla"\n')
+    write(root, f"{source}/x.py", MODULE + "import sglang\n")
+    found = [str(one) for one in findings(root)]
+    assert f"{source}/x.py:2: engine-import: " in found[-1]
+    header = f"{base}/sglang/0001-a/header.toml:1: upstream: "
+    assert f"{header}symptom is missing" in found
+    assert f"{base}/sglang/0001-a/fix.patch:1: upstream: does not exist" in found
 
 
 def test_finding_is_one_line_with_its_place() -> None:

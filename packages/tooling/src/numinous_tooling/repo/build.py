@@ -19,7 +19,8 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from numinous_tooling.repo.checkout import Checkout, Package, RepoError
+from numinous_tooling.repo.checkout import OUTSIDE, Checkout, Package, RepoError
+from numinous_tooling.upstream.series import PINS
 
 # Runs in the clean environment: load the package and everything that its entry points name.
 LOAD = """
@@ -115,6 +116,8 @@ def wheel_problems(checkout: Checkout, package: Package, wheel: Path) -> Iterato
     for file in checkout.files:
         if file.startswith(source) and file.removeprefix(source) not in names:
             yield f"the wheel lacks {file.removeprefix(source)}"
+    if package.folder == OUTSIDE:
+        yield from _fixes_left_out(checkout, package, names)
     binaries = f"{package.module}/binaries/"
     if (package.source / "csrc").is_dir() and not any(name.startswith(binaries) for name in names):
         yield (
@@ -123,6 +126,15 @@ def wheel_problems(checkout: Checkout, package: Package, wheel: Path) -> Iterato
         )
     if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
         yield "the wheel lacks the licence"
+
+
+def _fixes_left_out(checkout: Checkout, package: Package, names: set[str]) -> Iterator[str]:
+    """Folders of fixes lie beside src/ in the checkout and inside of the import package in the wheel."""
+    for file in checkout.files:
+        name = file.removeprefix(f"{package.place}/")
+        data = name != file and name.endswith(("/header.toml", "/fix.patch", PINS))
+        if data and f"{package.module}/fixes/{name}" not in names:
+            yield f"the wheel lacks {name}; name its folder in pyproject.toml"
 
 
 def sdist_problems(checkout: Checkout, package: Package, sdist: Path) -> Iterator[str]:
