@@ -109,7 +109,7 @@ def memory_pool() -> dict[str, Any]:
             scope[name] = getattr(kernels, name)
     path = "srt/mem_cache/memory_pool.py"
     for name in ("get_tensor_size_bytes", "move_kv_cache_native", "unwrap_write_loc", *CLASSES):
-        repro.load_function(path, name, scope)
+        repro.load_function(path, name, scope, decorators=("dataclass",))
     return scope
 
 
@@ -161,6 +161,9 @@ def _packages() -> None:
         "sglang.srt.layers",
         "sglang.srt.layers.quantization",
     )
+    repro.stub(
+        "sglang.under_test"
+    )  # where dataclasses look up the annotations of extracted classes
     repro.stub("sglang.kernels.jit.utils", is_arch_support_pdl=lambda: False)
     repro.stub(
         "sglang.srt.runtime_context",

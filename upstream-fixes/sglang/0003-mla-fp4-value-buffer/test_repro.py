@@ -10,7 +10,8 @@ def test_value_is_the_latent_of_the_key():
     pool = kv_pools.mla_fp4()
     pool.set_kv_buffer(kv_pools.layer(), torch.arange(1, 9), torch.randn(8, 1, 576), None)
     key, value = pool.get_kv_buffer(0)
-    assert key.shape == (16, 1, 576) and key.abs().sum() > 0
+    assert key.shape == (16, 1, 576)
+    assert key.abs().sum() > 0
     assert value.dtype == key.dtype
     assert value.shape == (16, 1, 512)
     assert torch.equal(value, key[..., :512])
