@@ -319,6 +319,8 @@ def test_names_and_numbers_are_unique(root):
         "has the name of sglang/0001-pool-size",
         "has the number of sglang/0002-gate-none",
     ]
+    other = Fix(root / "flashinfer/0001-pool-size", header(project="flashinfer"))
+    assert other.id == "upstream.flashinfer_pool_size"
     (root / "sglang/0002-pool-size/notes.txt").write_text("x")
     assert any("a fix holds" in line for _, line in fix_problems(root))
 

@@ -115,8 +115,9 @@ class Fix:
 
     @property
     def id(self) -> str:
-        """Feature id, and the name in every report."""
-        return "upstream." + self.slug.replace("-", "_")
+        """Feature id, and the name in every report; of another project than the engine with the project in front."""
+        first = "" if self.applied else f"{self.project}_"
+        return f"upstream.{first}{self.slug}".replace("-", "_")
 
     @property
     def name(self) -> str:
@@ -234,9 +235,9 @@ def fix_problems(root: Path) -> Iterator[tuple[str, str]]:
             yield f"{fix.name}/header.toml", line
         for file, line in _file_problems(fix):
             yield f"{fix.name}/{file}", line
-        # A slug is the feature id: unique among all projects. A number is the order inside of one.
+        # Unique: ids among all projects, numbers, which are the order, inside of one.
         for key, what in (
-            (("slug", fix.id), "name"),
+            (("id", fix.id), "name"),
             ((fix.project, fix.number), "number"),
         ):
             first = seen.setdefault(key, fix.name)
