@@ -382,7 +382,10 @@ def test_pins_of_the_header_are_those_of_the_patch(root, engine):
         functions=["sglang.srt.pool:gone"],
         text=patch("Gone", POOL, FIXED_GATE),
     )
+    limit = patch("Limit", POOL, POOL.replace("LIMIT = 8", "LIMIT = 9"))
+    write_fix(root, "0005-limit", title="Limit", functions=["sglang.srt.pool:LIMIT"], text=limit)
     lines = pins.record(root, find_engine(engine))
+    assert not any("0005" in line for line in lines), "a constant can be named, and has no digest"
     assert any("lacks sglang.srt.pool:other, which the patch changes" in line for line in lines)
     assert any("no definition of gone" in line for line in lines)
     assert not (root / "sglang/pins.json").exists()

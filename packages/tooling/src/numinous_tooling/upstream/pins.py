@@ -8,6 +8,7 @@ that touch it.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,6 +73,8 @@ class Changed:
 def pins_of(fix: Fix, tree: EngineTree) -> tuple[dict[str, str], list[str]]:
     """Digests of what the header names, and lines on what it names wrongly or leaves out.
 
+    A constant has no digest (an empty text): that the patch applies exactly is all that guards it.
+
     Args:
         fix: a fix of the engine.
         tree: the pristine engine of the fix's version.
@@ -81,7 +84,10 @@ def pins_of(fix: Fix, tree: EngineTree) -> tuple[dict[str, str], list[str]]:
     for name in fix.header["functions"]:
         target, hash_, occurrence = name.partition("#")
         try:
-            found[name] = digest_in(tree, target, int(occurrence) if hash_ else None)
+            constant = not hash_ and _is_constant(tree, target)
+            found[name] = (
+                "" if constant else digest_in(tree, target, int(occurrence) if hash_ else None)
+            )
         except (PatchError, ValueError) as error:
             lines.append(f"{fix.name}: functions: {error}")
     try:
@@ -195,6 +201,16 @@ def conflicts(features: Iterable[Feature], root: Path, tree: EngineTree) -> list
                 lines.append(f"{feature}: {pin.target} has to accept {label!r}: {digest!r}")
     forget_parsed()
     return lines
+
+
+def _is_constant(tree: EngineTree, target: str) -> bool:
+    """Whether a target names a variable that its module assigns at top level."""
+    path, name = resolve(tree, target)
+    for node in ast.parse(tree.read(path)).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+            return True
+    return False
 
 
 def _sets(fixes: Sequence[Fix]) -> Iterator[tuple[Fix, ...]]:

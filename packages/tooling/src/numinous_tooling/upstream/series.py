@@ -49,7 +49,9 @@ def feature_of(fix: Fix, pins: Mapping[str, str], order: int = 0) -> Feature:
                     id=f"{fix.id}.{fix.number}",
                     directory=str(fix.path),
                     header=fields,
-                    pins=tuple(pin_of(name, {stock: digest}) for name, digest in pins.items()),
+                    pins=tuple(
+                        pin_of(name, {stock: digest}) for name, digest in pins.items() if digest
+                    ),
                 ),
             ),
             arch={"cpu": header["evidence"]},
