@@ -321,7 +321,9 @@ def _newest_row(fix: Fix, base: _Base, place: Path, timeout_s: float) -> dict[st
             bad = outcome.unusable(()) or ", ".join(outcome.failed())
             row[name] = f"applies, and fails: {bad}" if bad else "applies and passes"
     said = fix.header["newest"]
-    if said["version"] == base.version and row["state"] not in ("undecided", said["state"]):
+    # "changed": another text with the same bug.
+    fits = {"still": ("still", "changed"), "fixed": ("fixed",), "undecided": (said["state"],)}
+    if said["version"] == base.version and said["state"] not in fits[row["state"]]:
         row["header"] = f"header.toml says {said['state']}"
     return row
 
