@@ -444,7 +444,13 @@ def test_page_follows_the_headers(root):
 
 FP4 = {"flag": "kv_cache_dtype", "is": ["nvfp4", "fp4_mx_block16"]}
 GEMMA = {"config": "architectures", "any": ["Gemma3ForCausalLM"]}
-DEFAULTS = {"kv_cache_dtype": "auto", "attention_backend": None, "tp_size": 1, "lora": False}
+DEFAULTS = {
+    "moe_runner_backend": "auto",
+    "kv_cache_dtype": "auto",
+    "attention_backend": None,
+    "tp_size": 1,
+    "lora": False,
+}
 
 
 def serve(config: dict[str, Any] | None = None, env: Any = (), **given: Any) -> ServeCommand:
@@ -479,6 +485,9 @@ CASES: list[tuple[list[dict[str, Any]], ServeCommand, str]] = [
         "hit",
     ),
     ([{"config": "norm_topk_prob", "is": [False]}], serve({"norm_topk_prob": True}), "missed"),
+    ([{"flag": "moe_runner_backend", "is": ["triton"]}], serve(), "undecided"),
+    ([{"flag": "moe_runner_backend", "is": ["triton", "auto"]}], serve(), "hit"),
+    ([{"flag": "moe_runner_backend", "is": ["triton"]}], serve(moe_runner_backend="x"), "missed"),
     ([{"flag": "model_path", "ends": [".gguf"]}], serve(model_path="a/b.gguf"), "hit"),
     ([{"flag": "model_path", "ends": [".gguf"]}], serve(model_path="a/b"), "missed"),
     ([{"config": "q.method", "not": ["fp8"]}], serve({"q": {"method": "awq"}}), "hit"),

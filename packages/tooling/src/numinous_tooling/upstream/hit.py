@@ -16,6 +16,9 @@ from .headers import TESTS, Fix
 
 HIT, MISSED, UNDECIDED = "hit", "missed", "undecided"
 
+DECIDED = ("kv_cache_dtype",)
+"""Flags whose ``auto`` stands for one thing, here the model's own type; for others the engine chooses later."""
+
 _MISSING = object()
 _TEXT_CONFIG = "text_config"
 
@@ -54,7 +57,7 @@ def with_config(serve: ServeCommand, file: str | Path) -> ServeCommand:
 def judge(fix: Fix, serve: ServeCommand) -> tuple[str, str]:
     """`HIT`, `MISSED` or `UNDECIDED`, and what it depends on, as one line.
 
-    A flag that was not given and that the engine resolves itself (its default is None) decides nothing; nor does the
+    A flag that the engine resolves itself (its default is None, or it is ``auto``) decides nothing; nor does the
     configuration of a model that is not on this machine. A fix without ``[doctor]`` is undecided for every command.
     """
     doctor = fix.header.get("doctor")
@@ -84,6 +87,8 @@ def _holds(item: Mapping[str, Any], serve: ServeCommand) -> bool | None:
         if value is None:
             # Given by nobody: the engine chooses.
             return None if test != "set" else item["set"] is False
+        if value == "auto" and name not in DECIDED and test in ("is", "any", "not"):
+            return True if test != "not" and "auto" in item[test] else None
     else:
         if serve.model_config is None:
             return None
