@@ -19,6 +19,12 @@ HIT, MISSED, UNDECIDED = "hit", "missed", "undecided"
 DECIDED = ("kv_cache_dtype",)
 """Flags whose ``auto`` stands for one thing, here the model's own type; for others the engine chooses later."""
 
+FALLS_BACK = {
+    "prefill_attention_backend": "attention_backend",
+    "decode_attention_backend": "attention_backend",
+}
+SPECULATIVE = "speculative_"
+
 _MISSING = object()
 _TEXT_CONFIG = "text_config"
 
@@ -83,8 +89,14 @@ def _holds(item: Mapping[str, Any], serve: ServeCommand) -> bool | None:
         name = item["flag"]
         if name not in serve.given and name not in serve.defaults:
             return None  # another version's flag
-        value = serve.get(name)
-        if value is None:
+        value = _flag(serve, name)
+        if (
+            value is None
+            and name.startswith(SPECULATIVE)
+            and not _flag(serve, f"{SPECULATIVE}algorithm")
+        ):
+            value = _MISSING  # off, and nobody chooses
+        elif value is None:
             # Given by nobody: the engine chooses.
             return None if test != "set" else item["set"] is False
         if value == "auto" and name not in DECIDED and test in ("is", "any", "not"):
@@ -100,6 +112,12 @@ def _holds(item: Mapping[str, Any], serve: ServeCommand) -> bool | None:
         # A key that is not there has no value in the list; an unset variable as well.
         return test == "not"
     return _compare(test, value, item[test])
+
+
+def _flag(serve: ServeCommand, name: str) -> Any:
+    """Value of a flag; the backend of a phase is the common one where it is not given."""
+    value = serve.given.get(name, serve.defaults.get(name))
+    return _flag(serve, FALLS_BACK[name]) if value is None and name in FALLS_BACK else value
 
 
 def _compare(test: str, value: Any, wanted: Any) -> bool | None:
@@ -154,7 +172,7 @@ def _met(item: Mapping[str, Any], serve: ServeCommand) -> str:
     if "set" in item or "not" in item:
         return _said(item)
     if "flag" in item:
-        value = serve.get(item["flag"])
+        value = _flag(serve, item["flag"])
     elif "env" in item:
         value = serve.environ.get(item["env"])
     else:
