@@ -448,6 +448,9 @@ DEFAULTS = {
     "moe_runner_backend": "auto",
     "kv_cache_dtype": "auto",
     "attention_backend": None,
+    "prefill_attention_backend": None,
+    "speculative_algorithm": None,
+    "speculative_eagle_topk": None,
     "tp_size": 1,
     "lora": False,
 }
