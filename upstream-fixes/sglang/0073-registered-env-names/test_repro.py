@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables that environ.py registers must reach the code that asks for them."""
 
-import ast
 import asyncio
 import importlib
 import os
@@ -14,7 +13,7 @@ import repro
 
 repro.bare_packages("sglang", "sglang.srt")
 
-NAMES = ("FORCE_SHUTDOWN", "CPU_QUANTIZATION", "DG_USE_NVRTC")
+NAMES = ("FORCE_SHUTDOWN", "CPU_QUANTIZATION")
 
 
 def process():
@@ -89,27 +88,12 @@ def cpu_quantization(namespace):
         return False
 
 
-def nvrtc(namespace):
-    """What importing the wrapper of DeepGEMM puts into DG_JIT_USE_NVRTC."""
-    file = repro.tree() / "srt/layers/deep_gemm_wrapper/compile_utils.py"
-    assignments = [
-        node
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.Assign) and "DG_JIT_USE_NVRTC" in ast.unparse(node.targets[0])
-    ]
-    assert len(assignments) == 1
-    exec(compile(ast.Module(assignments, []), str(file), "exec"), namespace)
-    return os.environ["DG_JIT_USE_NVRTC"] == "1"
-
-
-READERS = dict(zip(NAMES, (forced_shutdown, cpu_quantization, nvrtc), strict=True))
+READERS = dict(zip(NAMES, (forced_shutdown, cpu_quantization), strict=True))
 
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    for name in [f"{prefix}_{name}" for prefix in ("SGL", "SGLANG") for name in NAMES] + [
-        "DG_JIT_USE_NVRTC"
-    ]:
+    for name in [f"{prefix}_{name}" for prefix in ("SGL", "SGLANG") for name in NAMES]:
         monkeypatch.setenv(name, "")  # so that the end of the test restores it
         monkeypatch.delenv(name)
 
