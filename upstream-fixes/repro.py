@@ -13,6 +13,8 @@ The text that runs is always the file in the tree, never a copy of it in the tes
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import os
 import sys
 import types
@@ -66,7 +68,7 @@ def load_function(
     found = [node for name, node in _definitions(_parse(file).body, "") if name == qualname]
     if not found or (occurrence is None and len(found) > 1):
         raise LookupError(f"{file} has {len(found)} definitions of {qualname}")
-    node = found[occurrence or 0]
+    node = copy.copy(found[occurrence or 0])  # the parsed file is shared
     kept = set(decorators) if "." not in qualname else set()
     node.decorator_list = [one for one in node.decorator_list if _last_name(one) in kept]
     scope = {"__name__": f"{package}.under_test"} if namespace is None else namespace
@@ -151,6 +153,7 @@ def interpret() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@functools.cache
 def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_bytes(), str(file))
 
