@@ -258,6 +258,9 @@ def test_newest_release_still_fixed_and_ported(root, engine, tmp_path):
     assert "does not apply" in size["patch"]
     assert gate["state"] == "fixed"
     assert gate["header"] == "header.toml says still"
+    pool.write_text(moved.replace("class Pool", "class Other"))
+    gone = verdicts(root, engine, newest={"sglang": newest})["0001-pool-size"]["newest"]
+    assert (gone["state"], "Pool" in gone["reason"]) == ("undecided", True)
     assert found[""]["holds"], "the newest release is told for information"
 
 

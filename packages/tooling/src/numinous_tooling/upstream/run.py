@@ -213,7 +213,8 @@ def run(
                 if bad := outcome.failed():
                     row |= {"verdict": NOT_FIXED, "reason": f"with all fixes in place: {bad}"}
             if fix.project in news:
-                row["newest"] = _newest_row(fix, news[fix.project], place, timeout_s)
+                known = row.get("released", {})
+                row["newest"] = _newest_row(fix, news[fix.project], known, place, timeout_s)
             say(row)
             return row
 
@@ -294,17 +295,29 @@ def _row(fix: Fix, base: _Base, place: Path, timeout_s: float) -> dict[str, Any]
     }
 
 
-def _newest_row(fix: Fix, base: _Base, place: Path, timeout_s: float) -> dict[str, Any]:
-    """State in the newest release: still, fixed or undecided; whether the patch applies there; the port."""
+def _newest_row(
+    fix: Fix, base: _Base, known: Mapping[str, str], place: Path, timeout_s: float
+) -> dict[str, Any]:
+    """State in the newest release; whether the patch applies there; the port.
+
+    Still: a test fails in the way in which it fails on the released package (`known`). Fixed: all of those pass. A test
+    that fails in another way may have lost what it calls, and leaves it undecided.
+    """
     if base.tree is None:
         return {"state": "undecided", "reason": base.problem}
     row: dict[str, Any] = {"state": "undecided", "reason": "no reproduction", "patch": "applies"}
     if fix.test:
         outcome = run_test(fix, base.tree, place / "newest", timeout_s)
-        reason = outcome.unusable(fix.header.get("fails_with", ()))
         failed = outcome.failed()
-        state = "undecided" if reason else "still" if failed else "fixed"
-        row |= {"state": state, "reason": reason or ", ".join(sorted(set(failed.values())))}
+        if same := [name for name, kind in known.items() if failed.get(name) == kind]:
+            row |= {"state": "still", "reason": f"{len(same)} of {len(known)} fail as before"}
+        elif known and all(
+            name in outcome.tests and outcome.tests[name].outcome == "passed" for name in known
+        ):
+            row |= {"state": "fixed", "reason": "they pass"}
+        else:
+            others = [f"{name}: {kind}" for name, kind in failed.items()]
+            row["reason"] = outcome.unusable(()) or ", ".join(others) or outcome.message
     port = fix.path / PORTS / f"{base.version}.patch"
     for name, patch in (("patch", fix.patch), ("port", port)):
         if not patch.is_file():
