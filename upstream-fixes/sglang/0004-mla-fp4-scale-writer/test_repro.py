@@ -48,6 +48,9 @@ def test_rope_free_write():
     torch.manual_seed(0)
     pool, twin = kv_pools.mla_fp4(rope=0), kv_pools.mla_fp4(rope=0)
     nope = torch.randn(2, 1, 512)
-    pool.set_mla_kv_buffer(kv_pools.layer(), torch.tensor([5, 6]), nope, None)
+    try:
+        pool.set_mla_kv_buffer(kv_pools.layer(), torch.tensor([5, 6]), nope, None)
+    except AttributeError as error:
+        raise AssertionError(f"the first KV write fails: {error}") from error
     twin.set_kv_buffer(kv_pools.layer(), torch.tensor([5, 6]), nope, None)
     assert torch.equal(pool.get_key_buffer(0), twin.get_key_buffer(0))
