@@ -14,19 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numinous_moe_gemm.options import NORM_QUANT, VERIFY
-from numinous_tooling.patching import Feature, Hook, Pin
+from numinous_tooling.patching import Feature, Hook, stock_pin
 from numinous_tooling.patching.serve_command import ServeCommand
 
-STOCK = "stock 0.5.20"
 NORM = "sglang.srt.layers.layernorm:RMSNorm"
 UTILS = "sglang.srt.layers.quantization.fp8_utils"
 KERNELS = "sglang.kernels.ops.quantization.fp8_kernel"
 OURS = "numinous_moe_gemm.engine.norm_quant"
-
-
-def _pin(target: str, digest: str) -> Pin:
-    return Pin(target, {STOCK: digest})
-
 
 FEATURE = Feature(
     id=NORM_QUANT,
@@ -38,7 +32,7 @@ FEATURE = Feature(
             target=f"{NORM}.forward_cuda",
             kind="around",
             call=f"{OURS}:around_norm",
-            pins=(_pin(f"{NORM}.forward_cuda", "eddbd6ba862e4c4d"),),
+            pins=(stock_pin(f"{NORM}.forward_cuda", "eddbd6ba862e4c4d"),),
         ),
         Hook(
             id="moe.norm_quant.02",
@@ -46,11 +40,13 @@ FEATURE = Feature(
             kind="around",
             call=f"{OURS}:around_linear",
             pins=(
-                _pin(f"{UTILS}:deepgemm_w8a8_block_fp8_linear_with_fallback", "4de30b2133fb4431"),
+                stock_pin(
+                    f"{UTILS}:deepgemm_w8a8_block_fp8_linear_with_fallback", "4de30b2133fb4431"
+                ),
                 # What the pair replaces, and who takes it.
-                _pin(f"{KERNELS}:sglang_per_token_group_quant_fp8", "8c5f7c6b7491c0cc"),
-                _pin(f"{KERNELS}:_run_per_token_group_quant_8bit_kernel", "ffd1f4dacd862ec7"),
-                _pin(f"{KERNELS}:w8a8_block_fp8_matmul_deepgemm", "659c5820f7024e4a"),
+                stock_pin(f"{KERNELS}:sglang_per_token_group_quant_fp8", "8c5f7c6b7491c0cc"),
+                stock_pin(f"{KERNELS}:_run_per_token_group_quant_8bit_kernel", "ffd1f4dacd862ec7"),
+                stock_pin(f"{KERNELS}:w8a8_block_fp8_matmul_deepgemm", "659c5820f7024e4a"),
             ),
         ),
     ),

@@ -16,18 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numinous_scheduler.options import FEATURE_ID, MAX_QUEUE, MAX_WAIT
-from numinous_tooling.patching import Feature, Hook, Pin
+from numinous_tooling.patching import Feature, Hook, stock_pin
 from numinous_tooling.patching.serve_command import ServeCommand
 
-STOCK = "stock 0.5.20"
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
 OURS = "numinous_scheduler.engine.decode_burst"
-
-
-def _pin(target: str, digest: str) -> Pin:
-    return Pin(target, {STOCK: digest})
-
 
 FEATURE = Feature(
     id=FEATURE_ID,
@@ -39,7 +33,7 @@ FEATURE = Feature(
             target=f"{SCHEDULER}.init_chunked_prefill",
             kind="after",
             call=f"{OURS}:after_init_chunked_prefill",
-            pins=(_pin(f"{SCHEDULER}.init_chunked_prefill", "a2f6ac31675fda32"),),
+            pins=(stock_pin(f"{SCHEDULER}.init_chunked_prefill", "a2f6ac31675fda32"),),
         ),
         Hook(
             id="scheduler.decode_burst.02",
@@ -47,9 +41,9 @@ FEATURE = Feature(
             kind="around",
             call=f"{OURS}:around_should_defer_prefill",
             pins=(
-                _pin(f"{SCHEDULER}._should_defer_prefill", "951a5eb44dff9589"),
+                stock_pin(f"{SCHEDULER}._should_defer_prefill", "951a5eb44dff9589"),
                 # Calls the hooked method after the merge of the last prefill and before the choice of the batch.
-                _pin(f"{SCHEDULER}.get_next_batch_to_run", "827b20976de0526c"),
+                stock_pin(f"{SCHEDULER}.get_next_batch_to_run", "827b20976de0526c"),
             ),
         ),
         Hook(
@@ -57,7 +51,7 @@ FEATURE = Feature(
             target=f"{SCHEDULER}._arm_prefill_decode_interval",
             kind="after",
             call=f"{OURS}:after_arm_prefill_decode_interval",
-            pins=(_pin(f"{SCHEDULER}._arm_prefill_decode_interval", "8b8c62ba929cecac"),),
+            pins=(stock_pin(f"{SCHEDULER}._arm_prefill_decode_interval", "8b8c62ba929cecac"),),
         ),
         Hook(
             id="scheduler.decode_burst.04",
@@ -65,8 +59,8 @@ FEATURE = Feature(
             kind="after",
             call=f"{OURS}:after_pull_raw_reqs",
             pins=(
-                _pin(f"{RECEIVER}._pull_raw_reqs", "a5a83ca1a1b433fb"),
-                _pin(f"{RECEIVER}._broadcast_reqs_across_ranks", "519b017aa05f7b6b"),
+                stock_pin(f"{RECEIVER}._pull_raw_reqs", "a5a83ca1a1b433fb"),
+                stock_pin(f"{RECEIVER}._broadcast_reqs_across_ranks", "519b017aa05f7b6b"),
             ),
         ),
         Hook(
@@ -75,8 +69,8 @@ FEATURE = Feature(
             kind="after",
             call=f"{OURS}:after_recv_requests",
             pins=(
-                _pin(f"{RECEIVER}.recv_requests", "3e2568740d4b939b"),
-                _pin(f"{SCHEDULER}.ingest_requests", "143a2b680bdcf53e"),
+                stock_pin(f"{RECEIVER}.recv_requests", "3e2568740d4b939b"),
+                stock_pin(f"{SCHEDULER}.ingest_requests", "143a2b680bdcf53e"),
             ),
         ),
     ),

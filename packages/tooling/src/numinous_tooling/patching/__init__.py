@@ -5,6 +5,16 @@ Standard library only. Declarations are in `feature`; `boot` runs in every engin
 """
 
 from .errors import PatchError
-from .feature import Edit, Feature, Hook, Option, Pin, Registration, Series
+from .feature import Edit, Feature, Hook, Option, Pin, Registration, Series, stock_pin
 
-__all__ = ["Edit", "Feature", "Hook", "Option", "PatchError", "Pin", "Registration", "Series"]
+__all__ = [
+    "Edit",
+    "Feature",
+    "Hook",
+    "Option",
+    "PatchError",
+    "Pin",
+    "Registration",
+    "Series",
+    "stock_pin",
+]

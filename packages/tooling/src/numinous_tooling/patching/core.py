@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .feature import Feature, Hook, Pin
+from .feature import Feature, Hook, stock_pin
 
 ENGINE = "sglang.srt.entrypoints.engine"
 VALIDATION = "sglang.srt.arg_groups.validation_hook:check_server_args"
 DETOKENIZER = f"{ENGINE}:Engine._launch_detokenizer_subprocesses"
 SCHEDULERS = f"{ENGINE}:Engine._launch_scheduler_processes"
 METRICS = "sglang.srt.utils.common:add_prometheus_middleware"
-
-STOCK = "stock 0.5.20"
 
 CORE = Feature(
     id="tooling.core",
@@ -32,7 +30,7 @@ CORE = Feature(
             target=VALIDATION,
             kind="after",
             call="numinous_tooling.patching.core:judge_launch",
-            pins=(Pin(VALIDATION, {STOCK: "6983060e1a7bff21"}),),
+            pins=(stock_pin(VALIDATION, "6983060e1a7bff21"),),
             roles=("main",),
         ),
         Hook(
@@ -41,10 +39,10 @@ CORE = Feature(
             kind="around",
             call="numinous_tooling.patching.core:around_launch_detokenizer",
             pins=(
-                Pin(DETOKENIZER, {STOCK: "037807804938c17e"}),
-                Pin(
+                stock_pin(DETOKENIZER, "037807804938c17e"),
+                stock_pin(
                     "sglang.srt.managers.detokenizer_manager:run_detokenizer_process",
-                    {STOCK: "86e563efcbdbb6b6"},
+                    "86e563efcbdbb6b6",
                 ),
             ),
             roles=("main",),
@@ -55,15 +53,15 @@ CORE = Feature(
             kind="around",
             call="numinous_tooling.patching.core:around_launch_schedulers",
             pins=(
-                Pin(SCHEDULERS, {STOCK: "b4e95c63b89b4905"}),
-                Pin(
+                stock_pin(SCHEDULERS, "b4e95c63b89b4905"),
+                stock_pin(
                     "sglang.srt.managers.data_parallel_controller:run_data_parallel_controller_process",
-                    {STOCK: "26a8644845a3f5ef"},
+                    "26a8644845a3f5ef",
                 ),
                 # First statement: load_plugins(). If that moves, schedulers would boot without numinous.
-                Pin(
+                stock_pin(
                     "sglang.srt.managers.scheduler:run_scheduler_process",
-                    {STOCK: "87e9dacac0312367"},
+                    "87e9dacac0312367",
                 ),
             ),
             roles=("main",),
@@ -73,7 +71,7 @@ CORE = Feature(
             target=METRICS,
             kind="around",
             call="numinous_tooling.patching.core:around_add_prometheus_middleware",
-            pins=(Pin(METRICS, {STOCK: "3c222cfd27ced2b9"}),),
+            pins=(stock_pin(METRICS, "3c222cfd27ced2b9"),),
             roles=("main",),
         ),
     ),

@@ -31,6 +31,9 @@ ROLES = ("main", "scheduler", "detokenizer", "dp_controller")
 
 EVIDENCE_WORDS = ("run", "compiled", "emulated", "derived", "reported")
 
+STOCK = "stock 0.5.20"
+"""Label of the engine's own source in `Pin.accepts`."""
+
 HOOK_KINDS = ("around", "before", "after", "replace", "value")
 
 _ID = re.compile(r"^[a-z0-9]+\.[a-z0-9_]+$")
@@ -55,6 +58,11 @@ class Pin:
     target: str
     accepts: Mapping[str, str]
     occurrence: int | None = None
+
+
+def stock_pin(target: str, digest: str) -> Pin:
+    """A `Pin` whose one accepted source is the stock engine's."""
+    return Pin(target, {STOCK: digest})
 
 
 @dataclass(frozen=True)
