@@ -244,11 +244,7 @@ def _launch_triton(call: _Call, rstd: torch.Tensor | None = None) -> None:
         call.static_scale,
         call.y,
         rstd,
-        call.x.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
-        call.q.stride(0),
-        0 if call.y is None else call.y.stride(0),
-        *call.scale_strides,
+        *call.strides,
         call.rows,
         call.hidden,
         call.eps,
@@ -325,15 +321,12 @@ def stream_shared(hidden: int, held: int, add: bool) -> int:
 def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = None) -> None:
     width = threads_per_row(call.hidden)
     vectors = -(-call.hidden // (8 * width))
-    variant = ("_add" if call.residual is not None else "") + ("_ue8m0" if call.mode == 1 else "")
+    add = call.residual is not None
+    variant = ("_add" if add else "") + ("_ue8m0" if call.mode == 1 else "")
     params = _Params(
         *(None if t is None else t.data_ptr() for t in (call.x, call.residual, call.weight, call.q)),
         *(None if t is None else t.data_ptr() for t in (call.scale, call.static_scale, call.y)),
-        call.x.stride(0),
-        0 if call.residual is None else call.residual.stride(0),
-        call.q.stride(0),
-        0 if call.y is None else call.y.stride(0),
-        *call.scale_strides,
+        *call.strides,
         call.rows,
         call.padded,
         call.hidden,
@@ -341,7 +334,6 @@ def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = Non
         call.eps,
         call.weight_bias,
     )  # fmt: skip
-    add = call.residual is not None
     with torch.cuda.device(call.x.device):
         stream = torch.cuda.current_stream().cuda_stream
         properties = torch.cuda.get_device_properties(call.x.device)
@@ -396,8 +388,10 @@ class _Call(NamedTuple):
     impl: str
 
     @property
-    def scale_strides(self) -> tuple[int, int]:
-        return (0, 0) if self.scale is None else self.scale.stride()
+    def strides(self) -> tuple[int, ...]:
+        """Row strides of x, residual, q and y, then both of scale; 0 of a tensor that is absent. Both kernels' order."""
+        rows = (0 if t is None else t.stride(0) for t in (self.x, self.residual, self.q, self.y))
+        return (*rows, *((0, 0) if self.scale is None else self.scale.stride()))
 
 
 def rmsnorm_quant_fp8(
