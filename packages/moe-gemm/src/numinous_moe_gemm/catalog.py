@@ -23,7 +23,6 @@ KERNELS = (
             "rmsnorm_quant-21eac11b4959",
             "rmsnorm_quant-ba8171029667",
             "rmsnorm_quant-26a281610d77",
-            "rmsnorm_quant-37fedf5b9b71",
             "rmsnorm_quant-60e0f6c49015",
             "rmsnorm_quant-2d64f5240eb8",
             "rmsnorm_quant-bc83f4890fa6",

@@ -263,7 +263,7 @@ def _launch_triton(call: _Call, rstd: torch.Tensor | None = None) -> None:
 
 SMALLEST_HIDDEN, LARGEST_HIDDEN = 256, 16384
 STREAM_THREADS, SINGLE_THREADS = 128, 1024
-# Up to here "single" was the faster on an H200, without and with a residual.
+# Up to here "single" was the faster while tuning on an H200 (no record), without and with a residual.
 SINGLE_ROWS_PER_PROCESSOR = {False: 2, True: 8}
 # Threads of a row -> 16-byte vectors that a thread of a "stream" kernel can hold; the largest covers every hidden size.
 STREAM_VECTORS = {32: (4, 8, 12), 64: (8, 12), 128: (7, 8, 12, 16)}
@@ -356,7 +356,7 @@ def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = Non
             at_once = processors * kernel.blocks_per_processor(STREAM_THREADS, shared)
             # Without a residual the arithmetic counts: as many blocks as run at once, or fewer that then have the same
             # number of turns. With one, device memory does, and blocks that start together would read together and
-            # write together: a block for each tile was faster on an H200.
+            # write together: a block for each tile was faster while tuning on an H200 (no record).
             grid = tiles if add else -(-tiles // -(-tiles // at_once))
             threads = STREAM_THREADS
         kernel((grid,), threads, (params,), shared=shared, stream=stream, pdl=True)

@@ -136,7 +136,7 @@ def scales_as_rows(case: Case, scale: torch.Tensor | None, inputs: Tensors) -> t
 
 NEIGHBOURS = 1e-2
 """Share of values that may be the neighbour of the reference's. Ties are common where 8-bit y meets 8-bit amax, and the engine's
-approximate division decides them otherwise than a rounded one; measured: 2.3 in 1000 of q. rstd a unit off moves fewer of y."""
+approximate division decides them otherwise than a rounded one. rstd a unit off moves fewer of y."""
 FEW = 8  # whatever the share
 
 

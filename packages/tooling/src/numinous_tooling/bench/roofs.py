@@ -28,10 +28,10 @@ def measure_roofs(clock: Clock, units: Iterable[str] = ()) -> dict[str, Any]:
 
     Returns:
         ``copy_bytes_s``: read plus written bytes per second of an elementwise kernel over ``copy_bytes``, as kernels
-        are what it is compared with (a captured ``copy_`` goes to the copy engine: 2.8 TB/s on an H200 where this gives
-        4.2); ``<unit>_flop_s`` of a
-        ``matmul_n``³ product of random data; ``launch_floor_us``: a graph of one one-element kernel, timed as an op
-        is; ``node_floor_us``: each of `NODES` such kernels in one graph; ``not_measured``: unit -> reason.
+        are what it is compared with (a captured ``copy_`` goes to the copy engine, which is slower);
+        ``<unit>_flop_s`` of a ``matmul_n``³ product of random data; ``launch_floor_us``: a graph of one one-element
+        kernel, timed as an op is; ``node_floor_us``: each of `NODES` such kernels in one graph; ``not_measured``:
+        unit -> reason.
     """
     gpu = clock.device.type == "cuda"
     size, n = (COPY_BYTES, MATMUL) if gpu else (CPU_COPY_BYTES, CPU_MATMUL)
