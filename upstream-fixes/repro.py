@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import mmap
 import os
 import sys
 import types
@@ -129,17 +130,33 @@ def stub(name: str, **attributes: Any) -> types.ModuleType:
 
 
 def bare_packages(*names: str) -> None:
-    """Packages of the tree whose ``__init__`` is not run: ``bare_packages("sglang", "sglang.srt")``.
+    """Packages of the tree whose ``__init__`` is not run: ``bare_packages("sglang.srt")``; missing parents alike.
 
     Modules below them are then the shipped ones, and imported by themselves.
     """
     for name in names:
         first, *rest = name.split(".")
+        parent = name.rpartition(".")[0]
+        if rest and parent not in sys.modules:
+            bare_packages(parent)
         module = types.ModuleType(name)
         module.__path__ = [str(tree(first).joinpath(*rest))]
         sys.modules[name] = module
         if rest:
-            setattr(sys.modules[name.rpartition(".")[0]], rest[-1], module)
+            setattr(sys.modules[parent], rest[-1], module)
+
+
+def lazy_zeros(elements: int, dtype: Any, guard: int = 0) -> Any:
+    """A tensor [elements] of zeros that only takes the pages which are touched, `guard` more elements in front of it.
+
+    For pools past 2^31 elements: a 32-bit offset that wraps points 2^32 elements back, into a guard of 2^31,
+    so that the wrong access gives wrong values and not a crash.
+    """
+    import torch
+
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    space = mmap.mmap(-1, dtype.itemsize * (guard + elements), flags=flags)
+    return torch.frombuffer(space, dtype=dtype)[guard:]
 
 
 def interpret() -> None:

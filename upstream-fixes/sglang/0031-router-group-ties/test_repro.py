@@ -2,41 +2,16 @@
 """Grouped Triton router against the routing rule of DeepSeek-V3, written in torch."""
 
 import math
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-import types
 
 import pytest
-import repro
+import routers
 import torch
-
-ROUTER = "sglang.kernels.ops.moe.moe_fused_gate"
 
 
 @pytest.fixture(scope="module")
 def route():
-    """The shipped launcher and kernel; stand-ins only for the JIT loader, the logger and the radix fast path."""
-    import importlib
-
-    repro.bare_packages("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.moe")
-    repro.stub(
-        "sglang.kernels.jit.utils",
-        cache_once=lambda f: f,
-        is_arch_support_pdl=lambda: False,
-        load_jit=None,
-        get_jit_cuda_arch=None,
-    )
-    repro.stub("sglang.kernels.kernel_api_logging", debug_kernel_api=lambda f: f)
-    repro.stub("sglang.kernels.ops.moe.moe_route_radix", covered=lambda *_, **__: False)
-    repro.stub(
-        "sglang.srt.environ",
-        envs=types.SimpleNamespace(
-            SGLANG_OPT_SM120_MTP_ROUTER_TOP22=types.SimpleNamespace(get=lambda: False)
-        ),
-    )
-    return importlib.import_module(ROUTER).moe_fused_gate
+    """The shipped launcher and kernel."""
+    return routers.moe_fused_gate().moe_fused_gate
 
 
 def rule(logits, groups, keep, topk):

@@ -2,20 +2,14 @@
 """Grouped sigmoid routing on CUDA with norm_topk_prob = false: which weights come out."""
 
 import math
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-import importlib
-import types
 
 import pytest
 import repro
+import routers
 import torch
 
 TOPK = "srt/layers/moe/topk.py"
 EXPERTS, GROUPS, KEEP, TOP = 16, 4, 2, 4
-OFF = types.SimpleNamespace(get=lambda: False)
 
 
 def flashinfer_op(scores, bias, groups, keep, topk, factor, values, indices, *_, **__):
@@ -33,26 +27,12 @@ def flashinfer_op(scores, bias, groups, keep, topk, factor, values, indices, *_,
 @pytest.fixture(scope="module")
 def gpu_route():
     """Shipped dispatch as on an NVIDIA GPU; the Triton router runs under the interpreter."""
-    repro.bare_packages("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.moe")
-    repro.stub(
-        "sglang.kernels.jit.utils",
-        cache_once=lambda f: f,
-        is_arch_support_pdl=lambda: False,
-        load_jit=None,
-        get_jit_cuda_arch=None,
-    )
-    repro.stub("sglang.kernels.kernel_api_logging", debug_kernel_api=lambda f: f)
-    repro.stub("sglang.kernels.ops.moe.moe_route_radix", covered=lambda *_, **__: False)
-    envs = types.SimpleNamespace(
-        SGLANG_OPT_USE_JIT_KERNEL_GROUPED_TOPK=OFF, SGLANG_OPT_SM120_MTP_ROUTER_TOP22=OFF
-    )
-    repro.stub("sglang.srt.environ", envs=envs)
-    importlib.import_module("sglang.kernels.ops.moe.moe_fused_gate")
+    routers.moe_fused_gate()
     scope = {
         "torch": torch,
         "F": torch.nn.functional,
         "math": math,
-        "envs": envs,
+        "envs": routers.ENVS,
         "_is_cuda": True,
         "_is_hip": False,
         "_is_xpu": False,
@@ -77,12 +57,7 @@ def test_gpu_dispatch_agrees_with_the_torch_path(gpu_route, renormalize):
         "num_expert_group": GROUPS,
         "topk_group": KEEP,
     }
-    expected = by_expert(*gpu_route["biased_grouped_topk_impl"](**arguments))
-    found = by_expert(*gpu_route["biased_grouped_topk_gpu"](**arguments))
+    expected = routers.by_expert(*gpu_route["biased_grouped_topk_impl"](**arguments), EXPERTS)
+    found = routers.by_expert(*gpu_route["biased_grouped_topk_gpu"](**arguments), EXPERTS)
     torch.testing.assert_close(found, expected)
     assert renormalize or not torch.allclose(found.sum(-1), torch.ones(5), atol=0.05)
-
-
-def by_expert(weights, ids):
-    """Dense weights [tokens, experts]: the order of the chosen experts is free."""
-    return torch.zeros(len(weights), EXPERTS).scatter(1, ids.long(), weights)

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Softmax routing with a correction bias, as ERNIE 4.5 MoE asks for it."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
-import importlib
-import types
-
 import pytest
 import repro
+import routers
 import torch
 
 TOPK = "srt/layers/moe/topk.py"
@@ -19,21 +13,7 @@ EXPERTS, TOP = 16, 4
 @pytest.fixture(scope="module", params=["cuda", "other"])
 def fused_topk(request):
     """Shipped dispatch as on an NVIDIA GPU (Triton router under the interpreter), and as on any other GPU."""
-    repro.bare_packages("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.moe")
-    repro.stub(
-        "sglang.kernels.jit.utils",
-        cache_once=lambda f: f,
-        is_arch_support_pdl=lambda: False,
-        load_jit=None,
-        get_jit_cuda_arch=None,
-    )
-    repro.stub("sglang.kernels.kernel_api_logging", debug_kernel_api=lambda f: f)
-    repro.stub("sglang.kernels.ops.moe.moe_route_radix", covered=lambda *_, **__: False)
-    off = types.SimpleNamespace(get=lambda: False)
-    repro.stub(
-        "sglang.srt.environ", envs=types.SimpleNamespace(SGLANG_OPT_SM120_MTP_ROUTER_TOP22=off)
-    )
-    importlib.import_module("sglang.kernels.ops.moe.moe_fused_gate")
+    routers.moe_fused_gate()
     scope = {
         "torch": torch,
         "F": torch.nn.functional,
@@ -60,10 +40,6 @@ def inputs():
     return logits, 0.2 * torch.randn(EXPERTS, generator=made)
 
 
-def by_expert(weights, ids):
-    return torch.zeros(len(weights), EXPERTS).scatter(1, ids.long(), weights)
-
-
 @pytest.mark.parametrize("shape", [(EXPERTS,), (1, EXPERTS)])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_the_bias_ranks_and_the_probabilities_weigh(fused_topk, renormalize, shape):
@@ -78,7 +54,9 @@ def test_the_bias_ranks_and_the_probabilities_weigh(fused_topk, renormalize, sha
         expected = expected / expected.sum(-1, keepdim=True)
     assert weights.dtype == torch.float32
     assert ids.dtype == torch.int32
-    torch.testing.assert_close(by_expert(weights, ids), by_expert(expected, chosen))
+    torch.testing.assert_close(
+        routers.by_expert(weights, ids, EXPERTS), routers.by_expert(expected, chosen, EXPERTS)
+    )
 
 
 def test_without_a_bias_nothing_changes(fused_topk):
@@ -87,5 +65,6 @@ def test_without_a_bias_nothing_changes(fused_topk):
     weights, ids = fused_topk(torch.empty(6, 8), logits, TOP, True)
     values, chosen = logits.softmax(-1).topk(TOP, -1)
     torch.testing.assert_close(
-        by_expert(weights, ids), by_expert(values / values.sum(-1, keepdim=True), chosen)
+        routers.by_expert(weights, ids, EXPERTS),
+        routers.by_expert(values / values.sum(-1, keepdim=True), chosen, EXPERTS),
     )

@@ -6,7 +6,6 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import importlib
-import mmap
 
 import pytest
 import repro
@@ -21,8 +20,7 @@ SCALE, LOG2E = D**-0.5, 1.4426950408889634
 
 @pytest.fixture(scope="module")
 def kernels():
-    parts = FOLDER.split(".")
-    repro.bare_packages(*(".".join(parts[: end + 1]) for end in range(len(parts))))
+    repro.bare_packages(FOLDER)
     repro.stub("sglang.kernels.ops.quantization.fp8_kernel", is_fp8_fnuz=lambda: False)
     repro.stub(
         "sglang.srt.utils.common",
@@ -47,15 +45,8 @@ def kernels():
 
 @pytest.fixture(scope="module")
 def pool():
-    """[ROWS, D] fp16 that only takes the pages which are written.
-
-    An offset that wraps points 2^32 elements back; 2^31 elements of zeros lie in front of the pool, so that the
-    wrong read gives wrong values and not a crash.
-    """
-    guard, used = 2**31, ROWS * D
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    space = torch.frombuffer(mmap.mmap(-1, 2 * (guard + used), flags=flags), dtype=torch.float16)
-    return space[guard:].view(ROWS, D)
+    """[ROWS, D] fp16; a read at an offset that wraps sees zeros."""
+    return repro.lazy_zeros(ROWS * D, torch.float16, guard=2**31).view(ROWS, D)
 
 
 def read(kernel, name, q, pool, slots):

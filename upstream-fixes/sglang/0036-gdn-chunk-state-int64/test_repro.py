@@ -9,7 +9,6 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import importlib
-import mmap
 
 import pytest
 import repro
@@ -26,8 +25,7 @@ LIMIT = 2**31 // STATE
 
 @pytest.fixture(scope="module", autouse=True)
 def packages():
-    parts = FLA.split(".")
-    repro.bare_packages(*(".".join(parts[: end + 1]) for end in range(len(parts))))
+    repro.bare_packages(FLA)
     # The module binds tl.exp when it is imported, before the interpreter replaces it; bind it when it is called.
     op = importlib.import_module(f"{FLA}.op")
     op.exp, op.exp2 = _exp, _exp2
@@ -41,16 +39,6 @@ def _exp(x):
 @triton.jit
 def _exp2(x):
     return tl.exp2(x)
-
-
-def lazy(elements, guard=0, dtype=torch.float16):
-    """Zeros that only take the pages which are touched, `guard` more elements in front of them.
-
-    An offset that wraps points 2^32 elements back, into the guard: wrong values and not a crash.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    space = mmap.mmap(-1, dtype.itemsize * (guard + elements), flags=flags)
-    return torch.frombuffer(space, dtype=dtype)[guard:]
 
 
 def states(kernel, h, chunk):
@@ -105,7 +93,9 @@ def test_states_are_written_at_their_chunk(chunk):
     expected = states(kernel, torch.zeros(2 * STATE, dtype=torch.float16), 0)
     assert expected[0].abs().max() > 1
     assert (expected[0] - expected[1]).abs().max() > 0.1
-    found = states(kernel, lazy((LIMIT + 32) * STATE, guard=2**31), chunk)
+    found = states(
+        kernel, repro.lazy_zeros((LIMIT + 32) * STATE, torch.float16, guard=2**31), chunk
+    )
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
@@ -115,8 +105,8 @@ def test_kda_output_reads_the_state_of_its_chunk(chunks):
     kernel = _kda_kernel()
     made = torch.Generator().manual_seed(1)
     tokens = chunks * BT
-    zeros, q, out = (lazy(2 * tokens * H * K) for _ in range(3))
-    h = lazy((chunks + 1) * STATE, guard=2**31 if chunks == LIMIT else 0)
+    zeros, q, out = (repro.lazy_zeros(2 * tokens * H * K, torch.float16) for _ in range(3))
+    h = repro.lazy_zeros((chunks + 1) * STATE, torch.float16, guard=2**31 if chunks == LIMIT else 0)
     query = torch.randn(BT, K, generator=made).half()
     state = torch.randn(V, K, generator=made).half()
     q.view(2, tokens, H, K)[1, :BT, 0] = query
@@ -124,7 +114,7 @@ def test_kda_output_reads_the_state_of_its_chunk(chunks):
     kernel[(1, 1, H + 1)](
         q=q,
         v=zeros,
-        g=lazy(2 * tokens * H * K, dtype=torch.float32),
+        g=repro.lazy_zeros(2 * tokens * H * K, torch.float32),
         h=h,
         o=out,
         A=zeros,
