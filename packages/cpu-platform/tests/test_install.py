@@ -328,13 +328,13 @@ def test_install_twice_into_a_fresh_environment(tool: str, wheels: Path, tmp_pat
     # uv does not tell where a file would come from.
     assert f"2.13.0+cpu from {wheels if tool == 'pip' else 'the configured index'}" in text
 
-    code, text, _ = command("install", "--torch", "cpu")
+    code, text, installing = command("install", "--torch", "cpu")
     assert code == 0, text
     assert f"torchvision  {standin.VERSION}: no build for this torch" in text
 
     code, text, seconds = command("install", "--torch", "cpu")
     assert (code, text.splitlines()[-1]) == (0, "nothing to do"), text
-    assert seconds < 2
+    assert seconds < installing / 2, (seconds, installing)
 
     code, text, _ = command("doctor", "--json")
     report = json.loads(text)

@@ -115,11 +115,13 @@ def test_wait_cap_aborts_and_retractions_lose_nothing(serve, stock_tokens):
         )
         anchor.start()
         time.sleep(1.0)
-        # With a budget that never ends, only the cap lets the next request in.
+        # With a budget that never ends, only the cap lets the next request in: not before it, and not only once the
+        # request that decodes is through. How soon after it depends on what else the test machine does.
         for seed in (21, 22):
             begin = time.monotonic()
             assert len(running.generate(prompt(seed, 32), new_tokens=1)[0]) == 1
-            assert cap_s * 0.9 < time.monotonic() - begin < cap_s + 2.0
+            assert time.monotonic() - begin > cap_s * 0.9
+            assert anchor.is_alive(), "the next request waited for the end of the one that decodes"
         # Abort two requests while they are held; the third is served, and both callers get an answer.
         answers: dict[str, int] = {}
 
