@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands of the gate share: the options that say which servers run, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+from numinous_tooling.gate import provenance
+from numinous_tooling.gate.arms import Arm, ArmOptions, build_arms, flag_value
+from numinous_tooling.gate.errors import GateError
+
+SERVER_TEMPLATE = (
+    "{python} -m sglang.launch_server --model-path {model} --host 127.0.0.1 --port {port}"
+)
+
+# Server flags that bound the length of one request, in tokens.
+CONTEXT_FLAGS = ("--context-length", "--max-total-tokens")
+FLAG_OPTIONS = ("--flags-all", "--flags-a", "--flags-b", "--arm-c-flags")
+
+
+def add_server_options(parser: argparse.ArgumentParser, *, features: str) -> None:
+    """Add the options that decide which servers are started, and how; `features` is the default of ``--features``."""
+    add = parser.add_argument
+    add(
+        "--features",
+        default=features,
+        help="feature ids of arm B, comma separated, or none",
+    )
+    add("--model", help="Hugging Face directory or id; left out: the small CPU model")
+    add("--device", choices=("auto", "cpu", "gpu"), default="auto", help="what the servers run on")
+    add("--flags-all", default="", metavar="FLAGS", help="server flags of all arms, in one string")
+    add("--flags-a", default="", metavar="FLAGS", help="server flags of arm A")
+    add("--flags-b", default="", metavar="FLAGS", help="server flags of arm B")
+    add(
+        "--env-a",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="environment of arms A and C",
+    )
+    add("--env-b", action="append", default=[], metavar="NAME=VALUE", help="environment of arm B")
+    add("--python-a", default=sys.executable, metavar="PYTHON", help="interpreter of arms A and C")
+    add("--python-b", default=sys.executable, metavar="PYTHON", help="interpreter of arm B")
+    add(
+        "--server-command",
+        metavar="COMMAND",
+        help="instead of launch_server: a command with {python} {model} {port}",
+    )
+    add("--out", type=Path, help="folder for the report; left out: reports/gate/<utc>")
+    add("--json", action="store_true", help="print verdict.json instead of the table")
+    add(
+        "--port-base",
+        type=positive,
+        help="first port, one more for each server; left out: free ports",
+    )
+    add(
+        "--start-timeout",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds a server may take to start",
+    )
+    add(
+        "--stall-timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="seconds without a token that count as a hang",
+    )
+    add(
+        "--keep-logs",
+        action="store_true",
+        help="keep server logs whole, not only beginning and end",
+    )
+    add("--seed", type=int, default=0, help="chooses sessions and tokens")
+
+
+def on_gpu(device: str, python: str) -> bool:
+    """Return whether servers run on a GPU: as ``--device`` says, or for `auto` where torch of `python` sees one."""
+    if device != "auto":
+        return device == "gpu"
+    return bool(provenance.gpu_names()) and provenance.torch_sees_gpu(python)
+
+
+def _cpu_platform(module: str = "numinous_cpu_platform") -> ModuleType:
+    """Import numinous-cpu-platform, which only runs without a GPU or without --model need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise GateError(
+            "no GPU in use or no --model given, and numinous-cpu-platform is not installed; "
+            "pip install numinous-cpu-platform, or give --model and --device gpu"
+        ) from error
+
+
+def default_model() -> str:
+    """Return the folder of the small CPU model, fetched first where it is missing."""
+    library = _cpu_platform("numinous_cpu_platform.model")
+    try:
+        return str(library.ensure_model(None))
+    except library.ModelError as error:
+        raise GateError(str(error)) from error
+
+
+def arms_of(
+    options: argparse.Namespace,
+    features: tuple[str, ...],
+    model: str,
+    *,
+    gpu: bool,
+    flags_c: str = "",
+) -> dict[str, Arm]:
+    """Return the arms that the options of `add_server_options` describe."""
+    device_env: dict[str, str] = {}
+    device_flags: list[str] = []
+    if options.server_command is None and not gpu:
+        device_env, device_flags = _cpu_platform().serve_defaults(model)
+    return build_arms(
+        ArmOptions(
+            features=features,
+            python_a=options.python_a,
+            python_b=options.python_b,
+            env_a=_pairs("--env-a", options.env_a),
+            env_b=_pairs("--env-b", options.env_b),
+            flags_all=words("--flags-all", options.flags_all),
+            flags_a=words("--flags-a", options.flags_a),
+            flags_b=words("--flags-b", options.flags_b),
+            flags_c=words("--arm-c-flags", flags_c),
+            device_env=device_env,
+            device_flags=tuple(device_flags),
+        )
+    )
+
+
+def context_limit(arms: dict[str, Arm]) -> int | None:
+    """Return the least number of tokens that the server flags of any arm allow one request; None for no limit."""
+    limits = [
+        int(value)
+        for arm in arms.values()
+        for name in CONTEXT_FLAGS
+        if (value := flag_value(arm.flags, name) or "").isdecimal()
+    ]
+    return min(limits, default=None)
+
+
+def out_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of a run's files: as given, or a new one named by the time."""
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    out: Path = options.out or Path("reports/gate") / stamp
+    return out
+
+
+def server_template(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words of the server command, placeholders not yet filled."""
+    return words("--server-command", options.server_command or SERVER_TEMPLATE)
+
+
+def command_text(arguments: Sequence[str]) -> str:
+    """Return the command line that repeats a run."""
+    return "python -m numinous_tooling.gate " + shlex.join(arguments)
+
+
+def _pairs(option: str, values: Sequence[str]) -> dict[str, str]:
+    pairs = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not (name and equals):
+            raise GateError(f"{option} {value}: write NAME=VALUE")
+        pairs[name] = text
+    return pairs
+
+
+def words(option: str, text: str) -> tuple[str, ...]:
+    """Split an option's text as a shell would."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise GateError(f"{option} {text!r}: {error}") from error
+
+
+def bind_flag_values(arguments: Sequence[str]) -> list[str]:
+    """Join `--flags-b --some-flag` to `--flags-b=--some-flag`: argparse takes a value with dashes for an option."""
+    bound: list[str] = []
+    for argument in arguments:
+        if bound and bound[-1] in FLAG_OPTIONS:
+            bound[-1] = f"{bound[-1]}={argument}"
+        else:
+            bound.append(argument)
+    return bound
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def ratio(text: str) -> float:
+    """Parse a positive number or fraction."""
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no positive number or fraction, such as 0.25 or 1/16"
+        )
+    return value
