@@ -2,7 +2,7 @@
 """KV pools of the SGLang tree under test, built on the CPU without the rest of the engine.
 
 The pool classes, the FP4 recipes and the MLA scatter kernels are the shipped text; only the platform, the process
-topology and the memory-saver hook are stand-ins. Import this before triton: kernels run under the interpreter.
+topology and the memory-saver hook are stand-ins. Import this before triton: it decides where kernels run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import repro
 
 # The recipes are decorated with torch.compile; eager gives the same bytes for the float32 inputs of the tests.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-repro.interpret()
+repro.use_kernels()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -122,7 +122,7 @@ def mla_fp4(rope: int = 64, size: int = 15, layers: int = 1) -> Any:
         kv_lora_rank=512,
         qk_rope_head_dim=rope,
         layer_num=layers,
-        device="cpu",
+        device=repro.DEVICE,
         enable_memory_saver=False,
     )
 
@@ -136,7 +136,7 @@ def mha_fp4(method: Any, *, size: int = 15, heads: int = 2, dim: int = 32, layer
         head_num=heads,
         head_dim=dim,
         layer_num=layers,
-        device="cpu",
+        device=repro.DEVICE,
         enable_memory_saver=False,
         quant_method=method,
     )

@@ -26,6 +26,9 @@ from typing import Any
 TREE = "UPSTREAM_TREE"
 """Environment variable: the folder that holds the package under test, instead of a search of sys.path."""
 
+DEVICE = os.environ.get("UPSTREAM_DEVICE", "cpu")
+"""Where the tensors of a test with kernels lie: ``cpu``, or a GPU that ``upstream run --device`` names."""
+
 
 def tree(package: str = "sglang") -> Path:
     """Folder of the package under test: below ``$UPSTREAM_TREE``, or else of the first sys.path entry that holds it.
@@ -150,24 +153,40 @@ def lazy_zeros(elements: int, dtype: Any, guard: int = 0) -> Any:
     """A tensor [elements] of zeros that only takes the pages which are touched, `guard` more elements in front of it.
 
     For pools past 2^31 elements: a 32-bit offset that wraps points 2^32 elements back, into a guard of 2^31,
-    so that the wrong access gives wrong values and not a crash.
+    so that the wrong access gives wrong values and not a crash. (On a GPU all of it is taken.)
     """
     import torch
 
+    if DEVICE != "cpu":
+        return torch.zeros(guard + elements, dtype=dtype, device=DEVICE)[guard:]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     space = mmap.mmap(-1, dtype.itemsize * (guard + elements), flags=flags)
     return torch.frombuffer(space, dtype=dtype)[guard:]
 
 
-def interpret() -> None:
-    """Run Triton kernels under the interpreter on the CPU; call it before anything imports triton.
+def use_kernels() -> None:
+    """Make the test's Triton kernels run: on the CPU in the interpreter, on a GPU compiled; before triton is imported.
+
+    On a GPU new tensors lie there unless the test says otherwise.
 
     Raises:
-        RuntimeError: triton has been imported already and would compile.
+        RuntimeError: triton has been imported already and would compile for a CPU.
     """
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("triton is imported already; call interpret() first")
-    os.environ["TRITON_INTERPRET"] = "1"
+    if DEVICE != "cpu":
+        import torch
+
+        torch.set_default_device(DEVICE)
+    elif "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton is imported already; call use_kernels() first")
+    else:
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+def generator(seed: int) -> Any:
+    """A seeded random generator of `DEVICE`."""
+    import torch
+
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 """Fused Triton router of the SGLang tree under test, on the CPU without the rest of the engine.
 
 Kernel and launcher are the shipped text; only the JIT loader, the logger, the radix fast path and the environment are
-stand-ins. Import this before triton: kernels run under the interpreter.
+stand-ins. Import this before triton: it decides where kernels run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 
 import repro
 
-repro.interpret()
+repro.use_kernels()
 
 import torch  # noqa: E402
 

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from numinous_tooling.doctor import bugs
+from numinous_tooling.gate import provenance
 from numinous_tooling.patching import check, disk
 from numinous_tooling.patching.engine import DirectoryTree, find_engine
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.patching.feature import Feature, Hook, Pin
 from numinous_tooling.patching.serve_command import ServeCommand
 from numinous_tooling.upstream import features, fix_problems, hit, pins, read_fixes, run, table
+from numinous_tooling.upstream.__main__ import main as upstream_main
 from numinous_tooling.upstream.headers import REQUIRED, Fix
 from numinous_tooling.upstream.trees import copy_of
 
@@ -214,6 +216,30 @@ def test_a_crash_that_is_the_bug_is_named_by_the_header(tmp_path, engine):
     test = "import os\nfrom sglang.srt.pool import Pool\ndef test_x():\n    Pool().size() == 8 or os.abort()\n"
     write_fix(tmp_path / "fixes", "0001-x", test=test, fails_with=["crash"])
     assert verdicts(tmp_path / "fixes", engine)[""]["holds"]
+
+
+def test_kernels_of_a_reproduction_run_on_the_device_that_is_named(tmp_path, engine):
+    """On a GPU the bug shows, on the CPU not: what the child sees is what was asked for."""
+    test = "import os\nfrom sglang.srt.pool import Pool\n"
+    test += (
+        "def test_x():\n    assert os.environ['UPSTREAM_DEVICE'] == 'cpu' or Pool().size() == 8\n"
+    )
+    write_fix(tmp_path / "fixes", "0001-x", test=test, device=True)
+    assert list(fix_problems(tmp_path / "fixes")) == []
+    assert verdicts(tmp_path / "fixes", engine)["0001-x"]["verdict"] == "not reproduced"
+    found = verdicts(tmp_path / "fixes", engine, device="cuda")
+    assert found["0001-x"]["verdict"] == "reproduced"
+    assert found[""]["device"] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"), [([], "this machine has no GPU"), (["x"], "no test of these has a kernel")]
+)
+def test_device_runs_are_refused_in_one_line(monkeypatch, capsys, gpus, said):
+    monkeypatch.setattr(provenance, "gpu_names", lambda: gpus)
+    assert upstream_main(["run", "--device", "cuda", "0001-mla-fp4-move-scales"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_found_by_reading_claims_no_reproduction(tmp_path, engine):

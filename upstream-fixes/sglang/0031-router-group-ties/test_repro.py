@@ -4,6 +4,7 @@
 import math
 
 import pytest
+import repro
 import routers
 import torch
 
@@ -47,7 +48,7 @@ def row(dtype=torch.float32, **logits):
 
 def test_distinct_scores_follow_the_rule(route):
     """Holds on the released kernel as well: the comparison itself is sound."""
-    logits = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(8, 16, generator=repro.generator(0))
     _, ids = ids_of(route, logits, 4, 2, 4)
     assert [set(one) for one in ids] == rule(logits, 4, 2, 4)
 
@@ -66,13 +67,13 @@ def test_saturated_sigmoid_is_such_a_tie(route):
 
 
 def test_groups_of_one_expert_choose_the_best_experts(route):
-    logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(4, 16, generator=repro.generator(1))
     _, ids = ids_of(route, logits, 16, 4, 4)
     assert [set(one) for one in ids] == rule(logits, 16, 4, 4)
 
 
 def test_no_expert_is_chosen_twice_when_the_kept_groups_run_out(route):
-    logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
+    logits = torch.randn(4, 16, generator=repro.generator(2))
     _, ids = ids_of(route, logits, 4, 1, 6)
     for one, first in zip(ids, rule(logits, 4, 1, 4), strict=True):
         assert len(set(one)) == 6
@@ -83,7 +84,7 @@ def test_no_expert_is_chosen_twice_when_the_kept_groups_run_out(route):
 @pytest.mark.parametrize("scaled", [True, False])
 def test_fused_shared_expert_counts_once(route, renormalize, scaled):
     """The runner multiplies by the factor unless the router has done so: the shared expert must end at weight 1."""
-    logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(3))
+    logits = torch.randn(4, 16, generator=repro.generator(3))
     weights, ids = ids_of(
         route,
         logits,

@@ -35,7 +35,7 @@ def topk_softmax(weights, ids, logits, renormalize):
 
 
 def inputs():
-    made = torch.Generator().manual_seed(0)
+    made = repro.generator(0)
     logits = torch.randn(6, EXPERTS, generator=made)
     return logits, 0.2 * torch.randn(EXPERTS, generator=made)
 

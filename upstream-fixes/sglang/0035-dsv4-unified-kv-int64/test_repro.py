@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unified KV pool of DeepSeek-V4 with more than 2^31 elements: the rows that the kernels read."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import importlib
 
 import pytest
 import repro
-import torch
+
+repro.use_kernels()
+
+import torch  # noqa: E402
 
 FOLDER = "sglang.kernels.ops.attention.dsv4.unified_kv_kernels"
 H, D, ROWS, BLOCK_K = 16, 512, 4_300_000, 16
@@ -121,7 +120,7 @@ def read(kernel, name, q, pool, slots):
 @pytest.mark.parametrize("first", [0, LIMIT - 3, LIMIT, ROWS - 3])
 @pytest.mark.parametrize("name", ["fused", "split", "prefill"])
 def test_rows_on_both_sides_of_the_limit(kernels, pool, name, first):
-    made = torch.Generator().manual_seed(first)
+    made = repro.generator(first)
     slots = [first, first + 1, first + 2]
     pool[slots] = torch.randn(3, D, generator=made).half()
     q = torch.randn(1, H, D, generator=made).half()
@@ -134,7 +133,7 @@ def test_rows_on_both_sides_of_the_limit(kernels, pool, name, first):
 
 def test_the_scales_of_an_fp8_pool_are_those_of_its_row(kernels):
     """64-bit row ids keep working for the second pointer that they index."""
-    made = torch.Generator().manual_seed(7)
+    made = repro.generator(7)
     keys = torch.randn(5, D, generator=made).half()
     scales = torch.rand(5, 8, generator=made) + 0.5
     q = torch.randn(1, H, D, generator=made).half()

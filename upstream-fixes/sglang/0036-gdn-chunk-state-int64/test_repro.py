@@ -4,17 +4,16 @@
 64 heads of 128 x 128: chunk 2048 of a batch (its token 131,072) is the first whose offset needs 64 bits.
 """
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import importlib
 
 import pytest
 import repro
-import torch
-import triton
-import triton.language as tl
+
+repro.use_kernels()
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 FLA = "sglang.kernels.ops.attention.fla"
 H, K, V, BT = 64, 128, 128, 64
@@ -41,12 +40,12 @@ def _exp2(x):
     return tl.exp2(x)
 
 
-def states(kernel, h, chunk):
-    """Write the states of one sequence of two chunks whose first chunk is number `chunk` of the batch; head 0."""
-    made = torch.Generator().manual_seed(0)
-    tokens = 2 * BT
-    k, w, v = (0.1 * torch.randn(tokens, H, K, generator=made).half() for _ in range(3))
-    g = -torch.rand(tokens, H, generator=made).cumsum(0) / tokens
+def launch(h, k, w, v, g, initial, chunk):
+    """Write the states of head 0 of one sequence whose first chunk is number `chunk` of the batch."""
+    kernel = importlib.import_module(
+        f"{FLA}.chunk_delta_h"
+    ).chunk_gated_delta_rule_fwd_kernel_h_blockdim64
+    tokens = len(k)
     kernel.fn[(V // 32, 1)](
         k=k,
         v=v,
@@ -55,11 +54,11 @@ def states(kernel, h, chunk):
         g=g,
         gk=None,
         h=h,
-        initial_state=torch.randn(1, H, V, K, generator=made),
+        initial_state=initial,
         initial_state_indices=torch.zeros(1, dtype=torch.int32),
         stride_init_state=STATE,
         cu_seqlens=torch.tensor([0, tokens]),
-        chunk_offsets=torch.tensor([chunk, chunk + 2]),
+        chunk_offsets=torch.tensor([chunk, chunk + tokens // BT]),
         track_state=None,
         track_chunk_idx=None,
         stride_track_state=0,
@@ -80,30 +79,47 @@ def states(kernel, h, chunk):
         USE_EXP2=False,
         TRACK_STATE=False,
     )
-    return h.view(-1, H, V, K)[chunk : chunk + 2, 0].float()
+    return h.view(-1, H, V, K)[chunk : chunk + tokens // BT, 0]
+
+
+def states(h, chunk):
+    """States of a sequence of two chunks."""
+    made = repro.generator(0)
+    tokens = 2 * BT
+    k, w, v = (0.1 * torch.randn(tokens, H, K, generator=made).half() for _ in range(3))
+    g = -torch.rand(tokens, H, generator=made).cumsum(0) / tokens
+    return launch(h, k, w, v, g, torch.randn(1, H, V, K, generator=made), chunk).float()
 
 
 @pytest.mark.parametrize("chunk", [LIMIT - 2, LIMIT - 1, LIMIT, LIMIT + 30])
 def test_states_are_written_at_their_chunk(chunk):
-    """Offset of the sequence. The same product of a loop counter (one long sequence) cannot be shown: the interpreter
-    counts with Python's unbounded integers."""
-    kernel = importlib.import_module(
-        f"{FLA}.chunk_delta_h"
-    ).chunk_gated_delta_rule_fwd_kernel_h_blockdim64
-    expected = states(kernel, torch.zeros(2 * STATE, dtype=torch.float16), 0)
+    """Offset of the sequence."""
+    expected = states(torch.zeros(2 * STATE, dtype=torch.float16), 0)
     assert expected[0].abs().max() > 1
     assert (expected[0] - expected[1]).abs().max() > 0.1
-    found = states(
-        kernel, repro.lazy_zeros((LIMIT + 32) * STATE, torch.float16, guard=2**31), chunk
-    )
+    found = states(repro.lazy_zeros((LIMIT + 32) * STATE, torch.float16, guard=2**31), chunk)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+# The interpreter counts loops with Python's unbounded integers, so it cannot show this one.
+if repro.DEVICE != "cpu":
+
+    def test_the_last_state_of_a_long_sequence():
+        """The same product of a loop counter: without keys and decay every chunk keeps the initial state."""
+        tokens = (LIMIT + 1) * BT
+        k = torch.zeros(tokens, H, K, dtype=torch.float16)
+        h = repro.lazy_zeros((LIMIT + 1) * STATE, torch.float16, guard=2**31)
+        initial = torch.randn(1, H, V, K, generator=repro.generator(2))
+        found = launch(h, k, k, k, torch.zeros(tokens, H), initial, 0)
+        for chunk in (0, 1, LIMIT - 1, LIMIT):
+            assert torch.equal(found[chunk], initial[0, 0].half()), chunk
 
 
 @pytest.mark.parametrize("chunks", [1, LIMIT])
 def test_kda_output_reads_the_state_of_its_chunk(chunks):
     """Second of two sequences of `chunks` chunks, its first chunk, head 0; the gate is 0 (a factor of 1)."""
     kernel = _kda_kernel()
-    made = torch.Generator().manual_seed(1)
+    made = repro.generator(1)
     tokens = chunks * BT
     zeros, q, out = (repro.lazy_zeros(2 * tokens * H * K, torch.float16) for _ in range(3))
     h = repro.lazy_zeros((chunks + 1) * STATE, torch.float16, guard=2**31 if chunks == LIMIT else 0)

@@ -25,7 +25,7 @@ def pool(dtype):
         head_num=2,
         head_dim=4,
         layer_num=1,
-        device="cpu",
+        device=repro.DEVICE,
         enable_memory_saver=False,
     )
 
@@ -40,7 +40,7 @@ def _shipped_saturation():
 
 
 def inputs():
-    made = torch.Generator().manual_seed(0)
+    made = repro.generator(0)
     return tuple(torch.randn(2, 2, 4, generator=made).bfloat16() for _ in range(2))
 
 

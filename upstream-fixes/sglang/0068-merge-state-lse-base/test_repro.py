@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merging prefix and chunk in the FlashInfer backend must give attention over both, for many heads too."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import importlib.util
 import math
 
 import pytest
 import repro
-import torch
+
+repro.use_kernels()
+
+import torch  # noqa: E402
 
 BACKEND = "srt/layers/attention/flashinfer_backend.py"
 
@@ -48,7 +47,7 @@ def test_merge_equals_attention_over_all_keys(heads):
     }
     repro.load_function(BACKEND, "_merge_state_max_safe_num_heads", namespace)
     merge = repro.load_function(BACKEND, "_safe_merge_state", namespace)
-    generator = torch.Generator().manual_seed(0)
+    generator = repro.generator(0)
     query = torch.randn(heads, 128, generator=generator)
     keys, values = torch.randn(2, 200, heads, 128, generator=generator)
     expected, lse = attend(query, keys, values)

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefix chunk and new tokens of an MLA prefill must be merged to attention over both."""
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import importlib.util
 import math
 import types
 
 import pytest
 import repro
-import torch
+
+repro.use_kernels()
+
+import torch  # noqa: E402
 
 HEADS, HEAD_DIM, PREFIX, NEW = 2, 32, 300, 4
 SCALE = HEAD_DIM**-0.5
@@ -101,7 +100,7 @@ def merge(*states):
 
 @pytest.fixture
 def tensors():
-    generator = torch.Generator().manual_seed(0)
+    generator = repro.generator(0)
     q = torch.randn(NEW, HEADS, HEAD_DIM, generator=generator)
     k, v = torch.randn(2, PREFIX + NEW, HEADS, HEAD_DIM, generator=generator)
     return q, k, v

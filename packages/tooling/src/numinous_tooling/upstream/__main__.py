@@ -65,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--together", action="store_true", help="also run each test with all fixes in place"
     )
+    command.add_argument(
+        "--device",
+        choices=(run.CPU, "cuda"),
+        default=run.CPU,
+        help="cuda: only the tests with Triton kernels, compiled and on the GPU",
+    )
     command.add_argument("--out", type=Path, help="write the report there, as JSON")
     command.set_defaults(work=_run)
 
@@ -91,6 +97,16 @@ def _run(root: Path, options: argparse.Namespace) -> int:
     )
     if not fixes:
         raise PatchError(f"no fix of that name in {FOLDER}/")
+    gpus: list[str] = []
+    if options.device != run.CPU:
+        from numinous_tooling.gate.provenance import gpu_names
+
+        gpus = gpu_names()
+        if not gpus:
+            raise PatchError(f"--device {options.device}: this machine has no GPU")
+        fixes = [fix for fix in fixes if fix.on_device]
+        if not fixes:
+            raise PatchError(f"--device {options.device}: no test of these has a kernel to run")
     report = run.run(
         fixes,
         _paths(options.tree),
@@ -98,8 +114,10 @@ def _run(root: Path, options: argparse.Namespace) -> int:
         jobs=options.jobs,
         timeout_s=options.timeout,
         together=options.together,
+        device=options.device,
         say=_say,
     )
+    report["gpus"] = gpus
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -73,8 +73,13 @@ REQUIRED: dict[str, type] = {
     "evidence": str,
     "newest": dict,
 }
-OPTIONAL: dict[str, type] = {"reproduction": str, "fails_with": list, "doctor": dict}
-FILES = {"header.toml", "fix.patch", "test_repro.py", "test_device.py"}
+OPTIONAL: dict[str, type] = {
+    "reproduction": str,
+    "fails_with": list,
+    "device": bool,
+    "doctor": dict,
+}
+FILES = {"header.toml", "fix.patch", "test_repro.py"}
 PORTS = "ports"
 """Folder of a fix with the same patch against newer releases, ``<version>.patch``: to be sent, never applied here."""
 
@@ -144,6 +149,11 @@ class Fix:
         """The reproduction, or None for a bug that was found by reading only."""
         file = self.path / "test_repro.py"
         return file if file.is_file() else None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the reproduction also runs with the compiled kernels on a GPU."""
+        return bool(self.header.get("device"))
 
     @cached_property
     def patch_text(self) -> str:

@@ -46,6 +46,7 @@ SUSPECT = {
 """Ways to fail that are seldom the bug; a header that means one of them names it in ``fails_with``."""
 
 TIMEOUT_S = 120
+CPU = "cpu"
 _KIND = re.compile(r"([A-Za-z_][\w.]*)(?::|$)")
 
 
@@ -87,7 +88,12 @@ class Outcome:
 
 
 def run_test(
-    fix: Fix, tree: Path, scratch: Path, timeout_s: float = TIMEOUT_S, python: str = sys.executable
+    fix: Fix,
+    tree: Path,
+    scratch: Path,
+    timeout_s: float = TIMEOUT_S,
+    python: str = sys.executable,
+    device: str = CPU,
 ) -> Outcome:
     """One pytest process on one tree.
 
@@ -97,6 +103,7 @@ def run_test(
         scratch: an empty folder of its own.
         timeout_s: after which the process group is killed.
         python: interpreter that has what the package needs.
+        device: where its kernels run.
     """
     assert fix.test is not None
     scratch.mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,7 @@ def run_test(
     environment |= {
         "PYTHONPATH": os.pathsep.join([str(tree), str(fix.path.parents[1])]),
         "UPSTREAM_TREE": str(tree),
+        "UPSTREAM_DEVICE": device,
         # Plugins of the environment must not decide; two processes on two cores must not fight for them.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "OMP_NUM_THREADS": "1",
@@ -173,6 +181,7 @@ def run(
     jobs: int = 2,
     timeout_s: float = TIMEOUT_S,
     together: bool = False,
+    device: str = CPU,
     say: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Judge fixes; returns the report.
@@ -184,10 +193,11 @@ def run(
         jobs: processes at a time.
         timeout_s: of one process.
         together: also run every test on the tree with all fixes of the project in place.
+        device: where the kernels of the tests run.
         say: is given each row when it is there.
 
     Returns:
-        ``released`` and ``newest`` (project -> version), ``fixes`` (rows), ``together`` (project -> problem or None:
+        ``released`` and ``newest`` (project -> version), ``device``, ``fixes`` (rows), ``together`` (project -> problem or None:
         all fixes of a project in order), ``problems`` (lines), ``counts`` (verdict -> number), ``holds``.
     """
     with tempfile.TemporaryDirectory(prefix="numinous-upstream-") as temporary:
@@ -206,15 +216,15 @@ def run(
 
         def judge(fix: Fix) -> dict[str, Any]:
             place = scratch / fix.name
-            row = _row(fix, bases[fix.project], place, timeout_s)
+            row = _row(fix, bases[fix.project], place, timeout_s, device)
             tree, _ = whole[fix.project]
             if together and tree and fix.test and row["verdict"] == REPRODUCED:
-                outcome = run_test(fix, tree, place / "together", timeout_s)
+                outcome = run_test(fix, tree, place / "together", timeout_s, device=device)
                 if bad := outcome.failed():
                     row |= {"verdict": NOT_FIXED, "reason": f"with all fixes in place: {bad}"}
             if fix.project in news:
                 known = row.get("released", {})
-                row["newest"] = _newest_row(fix, news[fix.project], known, place, timeout_s)
+                row["newest"] = _newest_row(fix, news[fix.project], known, place, timeout_s, device)
             say(row)
             return row
 
@@ -227,6 +237,7 @@ def run(
     return {
         "released": {project: base.version for project, base in bases.items()},
         "newest": {project: base.version for project, base in news.items()},
+        "device": device,
         "fixes": rows,
         "problems": problems,
         "counts": counts,
@@ -262,7 +273,7 @@ def _whole(fixes: Sequence[Fix], base: _Base, scratch: Path) -> tuple[Path | Non
         return None, f"in order: {error}"
 
 
-def _row(fix: Fix, base: _Base, place: Path, timeout_s: float) -> dict[str, Any]:
+def _row(fix: Fix, base: _Base, place: Path, timeout_s: float, device: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "id": fix.id,
         "name": fix.name,
@@ -276,14 +287,16 @@ def _row(fix: Fix, base: _Base, place: Path, timeout_s: float) -> dict[str, Any]
     if base.version != fix.header["version"]:
         reason = f"is against {fix.header['version']} and this is {base.version}"
         return {**row, "reason": reason}
-    released = run_test(fix, base.tree, place / "released", timeout_s) if fix.test else None
+    released = None
+    if fix.test:
+        released = run_test(fix, base.tree, place / "released", timeout_s, device=device)
     try:
         tree = trees.patched([fix], base.tree, place / "tree")
     except PatchError as error:
         return {**row, "verdict": BROKEN_PATCH, "reason": str(error)}
     if released is None:
         return {**row, "verdict": BY_READING, "reason": "the patch applies; no reproduction"}
-    patched = run_test(fix, tree, place / "patched", timeout_s)
+    patched = run_test(fix, tree, place / "patched", timeout_s, device=device)
     word, reason = verdict(fix, released, patched)
     return {
         **row,
@@ -296,7 +309,7 @@ def _row(fix: Fix, base: _Base, place: Path, timeout_s: float) -> dict[str, Any]
 
 
 def _newest_row(
-    fix: Fix, base: _Base, known: Mapping[str, str], place: Path, timeout_s: float
+    fix: Fix, base: _Base, known: Mapping[str, str], place: Path, timeout_s: float, device: str
 ) -> dict[str, Any]:
     """State in the newest release; whether the patch applies there; the port.
 
@@ -307,7 +320,7 @@ def _newest_row(
         return {"state": "undecided", "reason": base.problem}
     row: dict[str, Any] = {"state": "undecided", "reason": "no reproduction", "patch": "applies"}
     if fix.test:
-        outcome = run_test(fix, base.tree, place / "newest", timeout_s)
+        outcome = run_test(fix, base.tree, place / "newest", timeout_s, device=device)
         failed = outcome.failed()
         if same := [name for name, kind in known.items() if failed.get(name) == kind]:
             row |= {"state": "still", "reason": f"{len(same)} of {len(known)} fail as before"}
@@ -330,7 +343,7 @@ def _newest_row(
             continue
         row[name] = "applies"
         if name == "port" and fix.test:
-            outcome = run_test(fix, tree, place / "port", timeout_s)
+            outcome = run_test(fix, tree, place / "port", timeout_s, device=device)
             bad = outcome.unusable(()) or ", ".join(outcome.failed())
             row[name] = f"applies, and fails: {bad}" if bad else "applies and passes"
     said = fix.header["newest"]
