@@ -310,6 +310,98 @@ def test_the_specialisation_is_that_of_the_launch() -> None:
             assert [*(values.mnemonics or {}).values()] == [times], (arch, binary.aligned)
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    n: int
+
+
+def launched_op(*binaries: TritonBinary) -> Op:
+    """`double` with a launcher that asks the device, as launchers do."""
+    import torch
+
+    from numinous_tooling.workbench import Implementation, Traffic
+
+    def run(case: Numbers, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from numinous_compile_toys.jitted import double
+
+        x = inputs["x"]
+        assert x.is_cuda
+        assert x.device.type == "cuda"
+        y = torch.empty(case.n, device=x.device)
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        warps = 8 if torch.version.hip else 4 if hopper else 2
+        double[(1,)](x, y, case.n, BLOCK=1024, num_warps=warps)
+        return {"y": y}
+
+    def make_inputs(case: Numbers, seed: int, device: object) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(case.n, device=device)}
+
+    return dataclasses.replace(
+        op_of(*binaries),
+        cases=(Numbers(1000), Numbers(32), Numbers(1)),
+        bench_cases=(Numbers(1 << 40),),  # too large to make
+        make_inputs=make_inputs,
+        traffic=lambda case: Traffic(bytes=8 * case.n, flops=case.n, unit="fp32"),
+        implementations={
+            "triton": Implementation(run, interpret=True),
+            "cuda": Implementation(run=None),
+        },
+    )
+
+
+DOUBLE = TritonBinary(
+    "double",
+    f"{MODULE}.jitted:double",
+    {"x": "*fp32", "y": "*fp32", "n": "i32"},
+    {"BLOCK": 1024},
+    ["x", "y"],
+    {"num_warps": 2, "sm90": {"num_warps": 4}, "gfx950": {"num_warps": 8}},
+)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("arch", ["sm90", "sm120", "gfx950"])
+def test_a_declared_specialisation_is_compared_with_the_launches(arch: str) -> None:
+    pytest.importorskip("torch")
+    from numinous_tooling.compile.launches import differences
+
+    folded = dataclasses.replace(
+        DOUBLE, signature={"x": "*fp32", "y": "*fp32"}, constants={"BLOCK": 1024, "n": 1}
+    )
+    for real in (DOUBLE, dataclasses.replace(DOUBLE, aligned=["x", "y", "n"]), folded):
+        assert differences(launched_op(real), real, arch) == []
+    range_ = " tt.pointer_range 32" if arch == "gfx950" else ""
+    for wrong, said in {
+        "aligned": (
+            {"aligned": ["x"]},
+            f"y: declared *fp32{range_}, launched *fp32 tt.divisibility 16{range_}",
+        ),
+        "constant": (
+            {"constants": {"BLOCK": 512}},
+            "BLOCK: declared constant 512, launched constant 1024",
+        ),
+        "type": (
+            {"signature": {"x": "*bf16", "y": "*fp32", "n": "i32"}},
+            f"x: declared *bf16 tt.divisibility 16{range_}, launched *fp32 tt.divisibility 16{range_}",
+        ),
+        "warps": ({"options": {"num_warps": 1}}, "num_warps: declared 1, launched"),
+    }.values():
+        binary = dataclasses.replace(DOUBLE, **wrong)
+        first, *lines = differences(launched_op(binary), binary, arch)
+        assert first.startswith("nearest launch: triton of n")
+        (line,) = lines
+        assert line.startswith(said)
+
+
+@pytest.mark.usefixtures("triton")
+def test_a_kernel_that_nobody_launches_is_no_launch() -> None:
+    pytest.importorskip("torch")
+    from numinous_tooling.compile.launches import differences
+
+    with pytest.raises(CompileError, match="dot: no case of toy launches"):
+        differences(launched_op(DOT), DOT, "sm90")
+
+
 class NoDevice:
     """Triton's driver on a machine without one: names a target, launches nothing."""
 

@@ -138,10 +138,18 @@ def test_all_tiers_of_an_op_and_its_planted_faults(session, pytester, monkeypatc
             raise NotAvailable("no compiler for HIP")
         assert binary.name != "over", f"{binary.name} on {arch}: 8 bytes spilled, budget 0"
 
-    gate = types.ModuleType("numinous_tooling.compile.gate")
-    gate.check, gate.NotAvailable = check, NotAvailable
-    monkeypatch.setitem(sys.modules, gate.__name__, gate)
-    monkeypatch.setattr(numinous_tooling.compile, "gate", gate, raising=False)
+    def differences(op, binary, arch):
+        other = binary.name == "rare" and arch == "sm90"
+        return ["N: declared constant 1, launched constant 2"] if other else []
+
+    for name, members in {
+        "gate": {"check": check, "NotAvailable": NotAvailable},
+        "launches": {"differences": differences},
+    }.items():
+        module = types.ModuleType(f"numinous_tooling.compile.{name}")
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(numinous_tooling.compile, name, module, raising=False)
     pytester.makepyfile(test_toy=TOY.read_text(encoding="utf-8") + BROKEN)
 
     result, report = session("-k", "Broken or plain")
@@ -152,13 +160,13 @@ def test_all_tiers_of_an_op_and_its_planted_faults(session, pytester, monkeypatc
     long, refused = {"too long to interpret": 4}, {"small refuses: n > 100": 1}
     assert tiers["interpret"] == {"cpu": cell(1, 2, not_run=long | refused)}
     rare = {"not in the quick selection: --full compiles it": 1}
-    hopper = {"hopper is not made for ": 1}
-    assert tiers["compile"]["sm90"] == cell(2, 1, not_run=rare)
+    hopper = {"hopper is not made for ": 2}
+    assert tiers["compile"]["sm90"] == cell(5, 2, not_run=rare)
     for arch in ("sm100", "sm103", "sm120"):
         other = {f"{text}{arch}": n for text, n in hopper.items()}
-        assert tiers["compile"][arch] == cell(1, 1, not_run=rare | other)
-    missing = {"no compiler for HIP": 2, "hopper is not made for gfx950": 1}
-    assert tiers["compile"]["gfx950"] == cell(not_run=rare | missing)
+        assert tiers["compile"][arch] == cell(4, 1, not_run=rare | other)
+    missing = {"no compiler for HIP": 2, "hopper is not made for gfx950": 2}
+    assert tiers["compile"]["gfx950"] == cell(3, not_run=rare | missing)
     assert tiers["device"] == {"none": cell(not_run={"torch sees no GPU": 20})}
     assert report["without_tier"] == {"passed": 1}
     assert report["exit"] == 1
@@ -168,6 +176,7 @@ def test_all_tiers_of_an_op_and_its_planted_faults(session, pytester, monkeypatc
             "*y: 1 of 257 elements differ, first at (256,)*",  # the text of the child
             "*got nan*",
             "*over on sm120: 8 bytes spilled, budget 0",
+            "N: declared constant 1, launched constant 2",
             "ref tier: cpu 4 passed",
             "interpret tier: cpu 1 passed, 2 failed; not run: *too long to interpret (4)*",
             "device tier not run: torch sees no GPU (20)",

@@ -39,8 +39,12 @@ def compiler_version() -> str:
 
 def options_for(binary: TritonBinary, arch: str) -> dict[str, Any]:
     """Launch options on one architecture: those of `options`, replaced by those under the architecture's name."""
-    common = {name: value for name, value in binary.options.items() if name not in ARCHS}
-    return {**common, **binary.options.get(arch, {})}
+    return _on(arch, binary.options)
+
+
+def _on(arch: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    common = {name: value for name, value in given.items() if name not in ARCHS}
+    return {**common, **given.get(arch, {})}
 
 
 def compile_arch(binary: TritonBinary, arch: str) -> Path:
@@ -51,7 +55,7 @@ def compile_arch(binary: TritonBinary, arch: str) -> Path:
         ``metadata.json`` (entry, threads, dynamic_shared, tensor_memory). Raises CompileError, NotAvailable.
     """
     version = compiler_version()
-    source = _source(binary, arch)
+    source = source_of(binary, arch)
     options = options_for(binary, arch)
     inputs = {
         "source": source.hash(),
@@ -66,7 +70,8 @@ def compile_arch(binary: TritonBinary, arch: str) -> Path:
     )
 
 
-def _function(binary: TritonBinary) -> Any:
+def function_of(binary: TritonBinary) -> Any:
+    """The jitted function of a binary, without what wraps it; raises CompileError."""
     module, _, name = binary.kernel.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -83,15 +88,17 @@ def _function(binary: TritonBinary) -> Any:
     return function
 
 
-def _source(binary: TritonBinary, arch: str) -> Any:
-    function = _function(binary)
+def source_of(binary: TritonBinary, arch: str) -> Any:
+    """What `triton.compile` takes for a binary on one architecture; raises CompileError."""
+    function = function_of(binary)
+    given_constants = _on(arch, binary.constants)
     names = function.arg_names
-    given = {*binary.signature, *binary.constants}
-    if given != set(names) or set(binary.signature) & set(binary.constants):
+    given = {*binary.signature, *given_constants}
+    if given != set(names) or set(binary.signature) & set(given_constants):
         raise CompileError(
             f"{binary.name}: signature and constants must name each of {', '.join(names)} once; "
             f"missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}, "
-            f"twice {sorted(set(binary.signature) & set(binary.constants))}"
+            f"twice {sorted(set(binary.signature) & set(given_constants))}"
         )
     if unknown := set(binary.aligned) - set(binary.signature):
         raise CompileError(f"{binary.name}: aligned names no argument of it: {sorted(unknown)}")
@@ -104,7 +111,7 @@ def _source(binary: TritonBinary, arch: str) -> Any:
         if found:
             attributes[(index,)] = found
     signature = {name: binary.signature.get(name, "constexpr") for name in names}
-    constants = {(names.index(name),): value for name, value in binary.constants.items()}
+    constants = {(names.index(name),): value for name, value in given_constants.items()}
     if binary.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -28,7 +28,7 @@ from numinous_tooling.testing.tensors import (
     poisoned_allocations,
 )
 from numinous_tooling.testing.tiers import selection, tier_of, wrong_arch
-from numinous_tooling.workbench import Implementation, Op, Tensors, case_id
+from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary, case_id
 
 SEED, OTHER_SEED = 0, 1
 
@@ -200,6 +200,7 @@ class KernelTests:
             ("case", self._cases),
             ("implementation", self._implementations),
             ("binary", self._binaries),
+            ("triton_binary", self._triton_binaries),
         ):
             if argument in metafunc.fixturenames:
                 metafunc.parametrize(argument, values(metafunc))
@@ -222,6 +223,12 @@ class KernelTests:
     def _binaries(self, metafunc: pytest.Metafunc) -> list[Any]:
         found = [pytest.param(binary, id=binary.name) for binary in self.op.binaries]
         return found or [_none("the op declares no binary")]
+
+    def _triton_binaries(self, metafunc: pytest.Metafunc) -> list[Any]:
+        found = [binary for binary in self.op.binaries if isinstance(binary, TritonBinary)]
+        return [pytest.param(binary, id=binary.name) for binary in found] or [
+            _none("the op declares no Triton binary")
+        ]
 
     def _skip_unless_taken(self, tier: str, case: Any, implementation: str | None = None) -> None:
         if reason := self.op.not_run(tier, case):
@@ -264,6 +271,16 @@ class KernelTests:
         except AssertionError as violations:
             # The text says everything; a traceback through the gate for each architecture would bury it.
             raise pytest.fail.Exception(str(violations), pytrace=False) from None
+
+    @pytest.mark.tier("compile")
+    def test_launched(self, triton_binary: Any, arch: str) -> None:
+        """The declared specialisation of a Triton kernel is one that the launcher makes."""
+        from numinous_tooling.compile.launches import differences
+
+        if arch not in triton_binary.archs:
+            pytest.skip(f"{triton_binary.name} is not made for {arch}")
+        if lines := differences(self.op, triton_binary, arch):
+            raise pytest.fail.Exception("\n".join(lines), pytrace=False)
 
     @pytest.mark.tier("device")
     def test_device(self, implementation: str, case: Any, gpu: torch.device) -> None:

@@ -70,7 +70,8 @@ class TritonBinary:
         name: unique within the op; names the budget entry.
         kernel: ``"module:function"`` of the jitted function.
         signature: argument -> type as Triton writes it (``*bf16``, ``i32``, ``fp32``), without the constants.
-        constants: argument -> compile-time value (also what the JIT would fold: None, and integers equal to 1).
+        constants: argument -> compile-time value (also what the JIT would fold: None, and integers equal to 1); a
+            mapping under an architecture's name replaces them there.
         aligned: arguments divisible by 16: pointers of whole allocations, and integers that the launcher passes so.
         options: ``num_warps``, ``num_stages`` and so on; a mapping under an architecture's name replaces them there.
         gluon: compiled through the Gluon front end.
