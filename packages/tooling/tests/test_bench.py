@@ -182,6 +182,9 @@ def test_a_peer_that_differs_is_named_and_does_not_block() -> None:
     assert by_name["ours"]["agrees"]
     assert not by_name["stock"]["agrees"]
     assert "this one differs: Tensor-likes are not close!" in by_name["stock"]["gate"]
+    for row in result.measured:
+        elements = int(row["case"].removeprefix("n"))
+        assert row["unequal"] == {"y": 1 / elements if row["provider"] == "stock" else 0.0}
     assert result.red == []
 
 

@@ -73,7 +73,8 @@ KERNEL_FIELDS = (
 )
 """Further fields of a kernel record.
 
-`role` is ``ours`` or ``peer``; `agrees` says whether the outputs passed the op's comparison; `bytes`, `flops` and
+`role` is ``ours`` or ``peer``; `agrees` says whether the outputs passed the op's comparison (newer records also have
+`unequal`: output -> share of elements whose bits are not the reference's); `bytes`, `flops` and
 `flop_unit` are the op's `Traffic`; `l2` is the cache state before a launch; `settled` says whether times stood
 still after the warm-up; `roof` holds what was measured in the same
 run: ``copy_bytes_s`` (read plus written), ``<unit>_flop_s`` and ``launch_floor_us``.

@@ -26,7 +26,7 @@ import torch
 
 from numinous_tooling.bench.clocks import Clock, Launch
 from numinous_tooling.bench.errors import BadUsage
-from numinous_tooling.testing.tensors import assert_outputs_bitwise
+from numinous_tooling.testing.tensors import assert_outputs_bitwise, differing_elements
 from numinous_tooling.workbench import Implementation, Op, Tensors, case_id
 
 _T = TypeVar("_T")
@@ -65,7 +65,8 @@ class _Judged:
     base: Tensors
     want: Tensors
     written: list[str]
-    verdicts: dict[str, tuple[str | None, str]]  # provider -> first difference, digest of outputs
+    # provider -> first difference, digest of outputs, share of each output that has other bits than the reference
+    verdicts: dict[str, tuple[str | None, str, dict[str, float]]]
 
 
 def select_cases(op: Op, globs: Sequence[str] = ()) -> list[Any]:
@@ -212,7 +213,7 @@ def _bench_case(
             taking.append(provider)
     judged = _judge(op, clock, case, taking, refuse)
     for provider in taking:
-        said = judged.verdicts.get(provider.name, (None, ""))[0]
+        said = judged.verdicts.get(provider.name, (None,))[0]
         if said and (provider.role == "ours" or provider.implementation.exact):
             result.red.append(f"{op.name} {name} {provider.name}: {said}")
     if result.red:
@@ -251,9 +252,9 @@ def _bench_case(
         return
 
     times, settled = _time(clock, launches, restore if judged.written else None, samples)
-    agreeing = sum(said is None for said, _ in judged.verdicts.values())
+    agreeing = sum(said is None for said, *_ in judged.verdicts.values())
     for provider, _ in launches:
-        difference, digest = judged.verdicts[provider.name]
+        difference, digest, unequal = judged.verdicts[provider.name]
         values = [value / count for value in times[provider.name]]
         p20, *_, p80 = statistics.quantiles(values, n=5, method="inclusive")
         result.measured.append(
@@ -264,6 +265,7 @@ def _bench_case(
                 "provider_version": provider.version,
                 "role": provider.role,
                 "agrees": difference is None,
+                "unequal": unequal,
                 "n": samples,
                 "median_us": statistics.median(values),
                 "p20_us": p20,
@@ -303,7 +305,11 @@ def _judge(
         written |= {name for name, value in base.items() if _written(value, inputs[name])}
     want = op.reference(case, copy_tensors(base))
     verdicts = {
-        provider.name: (_difference(op, case, provider, got, want), digest_of(got))
+        provider.name: (
+            _difference(op, case, provider, got, want),
+            digest_of(got),
+            _unequal(got, want),
+        )
         for provider, got in answers
     }
     return _Judged(base, want, sorted(written), verdicts)
@@ -322,6 +328,19 @@ def _difference(op: Op, case: Any, provider: Provider, got: Tensors, want: Tenso
     except Exception as error:  # an answer without an output is a KeyError of the comparison
         return _line(error)
     return None
+
+
+def _unequal(got: Tensors, want: Tensors) -> dict[str, float]:
+    """Share of the elements of each output, of those that both have in one form, whose bits are not the reference's."""
+    found = {}
+    for name, value in want.items():
+        other = got.get(name)
+        if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+            continue
+        if (value.dtype, value.shape) == (other.dtype, other.shape) and value.numel():
+            count = int(differing_elements(other, value, any_nan=True).sum())
+            found[name] = count / value.numel()
+    return found
 
 
 def _time(

@@ -204,10 +204,7 @@ def assert_bitwise_equal(name: str, got: Any, want: Any, *, any_nan: bool = Fals
         raise AssertionError(
             f"{name}: got {got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
         )
-    want = want.to(got.device)
-    differs = _bits(got) != _bits(want)
-    if any_nan and got.dtype.is_floating_point and got.dtype != torch.float4_e2m1fn_x2:
-        differs &= ~(_is_nan(got) & _is_nan(want))
+    differs = differing_elements(got, want, any_nan=any_nan)
     if not bool(differs.any()):
         return
     count = int(differs.sum())
@@ -218,6 +215,17 @@ def assert_bitwise_equal(name: str, got: Any, want: Any, *, any_nan: bool = Fals
         f"{name}: {count} of {differs.numel()} elements differ, first at {where}: "
         f"got {_shown(got, where)}, want {_shown(want, where)}"
     )
+
+
+def differing_elements(
+    got: torch.Tensor, want: torch.Tensor, *, any_nan: bool = False
+) -> torch.Tensor:
+    """Where two tensors of one dtype and shape differ in their bits, as bool on the device of `got`."""
+    want = want.to(got.device)
+    differs = _bits(got) != _bits(want)
+    if any_nan and got.dtype.is_floating_point and got.dtype != torch.float4_e2m1fn_x2:
+        differs &= ~(_is_nan(got) & _is_nan(want))
+    return differs
 
 
 def coordinate(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
