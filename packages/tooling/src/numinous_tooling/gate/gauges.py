@@ -22,6 +22,8 @@ import httpx
 SAMPLE_EVERY_S = 2.0
 REQUEST_TIMEOUT_S = 2.0
 MEMORY_TIMEOUT_S = 5.0
+# A busy server may miss the first; one that has no gauges is then left alone.
+SEARCH_ROUNDS = 3
 
 # Gauge -> names of metrics; several ranks are added up, except where the greatest one is the figure.
 METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -100,7 +102,7 @@ class GaugeSampler:
         self._samples: list[Sample] = []
         self._ends: list[Sample] = []
         self._source: str | None = None
-        self._asked = False
+        self._rounds = 0
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[GaugeSampler]:
@@ -127,16 +129,16 @@ class GaugeSampler:
         self._ends.append(self._ask())
 
     def _ask(self) -> Sample:
-        """Return one sample from the source that answers; looks for it once."""
+        """Return one sample from the source that answers; looks for it `SEARCH_ROUNDS` times at most."""
         if self._source is not None:
             return self._get(self._source)
-        if not self._asked:
+        if self._rounds < SEARCH_ROUNDS:
+            self._rounds += 1
             for path in ("/metrics", "/v1/loads?include=core", "/get_load"):
                 sample = self._get(path)
                 if sample:
                     self._source = path
                     return sample
-            self._asked = True
         return {}
 
     def _get(self, path: str) -> Sample:
