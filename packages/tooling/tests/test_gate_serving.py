@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -25,8 +25,9 @@ pytest.importorskip("httpx")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from numinous_tooling.gate import gauges, report, run
+from numinous_tooling.gate import gauges, report, run, verdict
 from numinous_tooling.gate.__main__ import main
+from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.servers import free_port
 
 FAKE = Path(__file__).with_name("gate_fake_server.py")
@@ -647,6 +648,17 @@ def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -
     assert len(bench.server_pids()) == 5
     assert main(arguments, counters_reader=fake_counters) == 2
     assert "the run is complete" in capsys.readouterr().err
+
+
+def test_drift_of_a_run_makes_it_doubtful() -> None:
+    record = RequestRecord("s", 0, 1000, 1, "d", 0.0, 1.0, 1, server_prompt_tokens=1011)
+    near = verdict.ArmRun(0, "A", 1, [record], 1.0, 0.0, 0.0, drift=0.0099)
+    far = replace(near, drift=0.0111)
+    assert run._doubts_of(near) == []
+    far.doubts = run._doubts_of(far)
+    assert verdict.doubts([near, far], None) == [
+        "A1: prompts drift by 1.1% from their planned token counts, at most 1% is judged"
+    ]
 
 
 def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
