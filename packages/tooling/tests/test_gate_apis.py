@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -331,15 +331,13 @@ def test_template_cannot_be_measured_without_usage() -> None:
 
 # --- prompts ----------------------------------------------------------------------------------
 
-PLAN = asdict(
-    SessionPlan(
-        "s",
-        0.0,
-        tuple(index % 50 for index in range(400)),
-        (Turn(100, 9, 0, answer_tokens=20), Turn(180, 9, 0, answer_tokens=500), Turn(400, 9, 0)),
-        shared_tokens=30,
-    )
-)
+PLAN = SessionPlan(
+    "s",
+    0.0,
+    tuple(index % 50 for index in range(400)),
+    (Turn(100, 9, 0, answer_tokens=20), Turn(180, 9, 0, answer_tokens=500), Turn(400, 9, 0)),
+    shared_tokens=30,
+).to_json()
 WORDS = dict(enumerate(job()["words"]))
 
 
