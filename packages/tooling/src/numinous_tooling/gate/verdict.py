@@ -18,7 +18,8 @@ interval is below it. INCONCLUSIVE: anything else, or fewer than `MIN_PAIRS` pai
 1. FAIL if a feature was to run in the tested arm and did not in every repeat, or if the tested arm has more failed or
    short answers than the base arm.
 2. INCONCLUSIVE if the measurement itself is in doubt: a failed or short answer in the base arm, feature counters in a
-   stock arm, different requests, a cache that was not empty at the start, a client that lagged.
+   stock arm, different requests, a cache that was not empty at the start, a client that lagged or was busy, prompts
+   longer or shorter than planned.
 3. FAIL if a metric fails; INCONCLUSIVE if one is inconclusive; PASS otherwise.
 
 PASS therefore says "not worse than the tolerance", and the printed changes say whether it is better.
@@ -67,6 +68,14 @@ class ArmRun:
     """CPU cores that other programs kept busy during the replay."""
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
     """Per feature: `engaged` and `refused:<reason>` counts, warm-up excluded."""
+    gauges: dict[str, Any] = field(default_factory=dict)
+    """What the server said of itself meanwhile (`GaugeSampler.summary`)."""
+    client_cpu_share: float = 0.0
+    """CPU seconds of the measuring client per second of the replay."""
+    drift: float | None = None
+    """The server's prompt tokens against the planned ones, relative; None where it reports none."""
+    doubts: list[str] = field(default_factory=list)
+    """What made this run doubtful while it ran, one line each."""
 
     @property
     def name(self) -> str:
@@ -307,6 +316,7 @@ def doubts(runs: Sequence[ArmRun], max_lag_s: float | None) -> list[str]:
             lines.append(
                 f"{run.name}: the client lagged, p99 {run.lag_p99_s * 1e3:.1f} ms over {limit_s * 1e3:.1f} ms"
             )
+        lines += [f"{run.name}: {doubt}" for doubt in run.doubts]
         for record in run.records:
             key = run.repeat, record.session, record.turn
             other, name = requests.setdefault(key, (record.request_digest, run.name))
