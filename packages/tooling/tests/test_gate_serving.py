@@ -90,7 +90,8 @@ def running(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("NUMINOUS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     config = {"max_position_embeddings": 4096, "vocab_size": 4000}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))

@@ -12,17 +12,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from numinous_tooling.gate import provenance
+from numinous_tooling.gate import floor, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
+from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
 from numinous_tooling.gate.progress import Progress, open_progress
 from numinous_tooling.gate.servers import ClientProcess, Interrupts, OtherLoad, Server, free_port
-from numinous_tooling.gate.verdict import CONFIDENCE, ArmRun, Comparison, Word, compare, summarise
+from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
 from numinous_tooling.gate.workload import (
     ModelFacts,
     SessionPlan,
@@ -59,6 +60,9 @@ class GateOptions:
     max_lag_s: float | None
     keep_logs: bool
     command: str
+    slo: Slo | None = None
+    price_usd_h: float | None = None
+    floor_dir: Path = field(default_factory=floor.default_folder)
 
 
 @dataclass
@@ -121,6 +125,7 @@ class _Run:
         self.progress: Progress = open_progress(len(options.order), self.requests_per_slot)
         pythons = {arm.python for arm in options.arms.values()}
         self.versions = {python: self._versions(python) for python in sorted(pythons)}
+        self.floor = floor.load(options.floor_dir, self._setting())
 
     @staticmethod
     def _versions(python: str) -> dict[str, str]:
@@ -130,6 +135,19 @@ class _Run:
                 f"{python} is not a Python interpreter that runs; see --python-a, --python-b"
             )
         return versions
+
+    def _setting(self) -> dict[str, Any]:
+        options, arm = self.options, self.options.arms["A"]
+        return floor.setting_of(
+            arm,
+            options.arms["B"].features,
+            model=options.model.path,
+            command=options.server_template,
+            versions=self.versions[arm.python],
+            workload={**asdict(options.workload), "concurrency": options.concurrency},
+            machine=provenance.machine(),
+            driver=provenance.driver_version(),
+        )
 
     def execute(self) -> GateResult:
         """Run the slots, then judge."""
@@ -254,15 +272,23 @@ class _Run:
                 test,
                 features=options.arms[test].features,
                 tolerances=options.tolerances,
-                seed=options.workload.seed,
                 max_lag_s=options.max_lag_s,
+                metrics=metrics,
+                # The floor is that of arm A's setting; arm C has another.
+                floor=self.floor.noise() if (base, test) == ("A", "B") else None,
             )
 
+        metrics = judged_metrics(options.slo)
         main = against("B", "A")
         comparisons = [main]
         if "C" in options.order:
             comparisons += [against("C", "A"), against("B", "C")]
         document = self._document(main.word, main.reasons, comparisons)
+        if floor.is_same_against_same(options.arms):
+            noise = floor.noise_of_run(self.runs, metrics, options.max_lag_s)
+            if noise:
+                self.floor.add(self.started_utc, str(options.out.resolve()), noise)
+            document["noise_floor"]["stored"] = bool(noise)
         self._write(document)
         return GateResult(main.word, main.reasons, self.runs, comparisons, document)
 
@@ -284,7 +310,7 @@ class _Run:
         spec = options.workload
         used = [letter for letter in options.arms if letter in options.order]
         return {
-            "schema": 1,
+            "schema": 2,
             "verdict": word,
             "reasons": list(reasons),
             "length_scale": spec.length_scale,
@@ -302,6 +328,9 @@ class _Run:
             },
             "confidence": CONFIDENCE,
             "tolerances": dict(options.tolerances),
+            "noise_floor": {**self.floor.described(), "stored": False},
+            "slo": None if options.slo is None else str(options.slo),
+            "price_usd_h": options.price_usd_h,
             "declared_trades": dict(options.trades),
             "arms": {
                 letter: {
@@ -310,7 +339,7 @@ class _Run:
                     "env": dict(arm.env),
                     "flags": list(arm.flags),
                     "versions": self.versions[arm.python],
-                    "figures": summarise(self.runs, letter)
+                    "figures": summarise(self.runs, letter, options.slo, options.price_usd_h)
                     if any(r.arm == letter for r in self.runs)
                     else None,
                 }

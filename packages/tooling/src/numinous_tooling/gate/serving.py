@@ -6,14 +6,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate import options as shared
 from numinous_tooling.gate.arms import parse_features, parse_order
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.floor import default_folder
+from numinous_tooling.gate.measures import METRICS, Metric, judged_metrics, parse_slo
 from numinous_tooling.gate.run import CountersReader, GateOptions, run_gate
 from numinous_tooling.gate.servers import Interrupts
-from numinous_tooling.gate.verdict import EXIT_CODES, METRICS
+from numinous_tooling.gate.verdict import EXIT_CODES
 from numinous_tooling.gate.workload import WorkloadSpec, read_model
 
 # Sessions, turns, length scale, worsening allowed. The CPU's are what four server starts and replays on two cores
@@ -59,6 +62,23 @@ def add_parser(commands: Any) -> None:
         metavar="MS",
         help="limit of the client's p99 lag; left out: from TPOT",
     )
+    add(
+        "--slo",
+        metavar="LIMITS",
+        help="judge goodput too: ttft=F,tpot=F,e2e=F in seconds, any of them",
+    )
+    add(
+        "--price",
+        type=shared.ratio,
+        metavar="USD_PER_HOUR",
+        help="of the server, for the cost per million tokens",
+    )
+    add(
+        "--floor-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"noise floors of A/A runs; left out: {default_folder()}",
+    )
 
 
 def run(
@@ -101,13 +121,14 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
     )
     trades = _declared_trades(features)
     arms = shared.arms_of(options, features, model, gpu=gpu, flags_c=options.arm_c_flags)
+    slo = None if options.slo is None else parse_slo(options.slo)
     return GateOptions(
         arms=arms,
         order=order,
         model=read_model(model, shared.context_limit(arms)),
         workload=spec,
         concurrency=options.concurrency or sessions,
-        tolerances=_tolerances(options.tolerance, tolerance, trades),
+        tolerances=_tolerances(options.tolerance, tolerance, trades, judged_metrics(slo)),
         trades=trades,
         out=shared.out_folder(options),
         server_template=shared.server_template(options),
@@ -117,6 +138,9 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         max_lag_s=None if options.max_client_lag is None else options.max_client_lag / 1e3,
         keep_logs=options.keep_logs,
         command=shared.command_text(arguments),
+        slo=slo,
+        price_usd_h=options.price,
+        floor_dir=options.floor_dir or default_folder(),
     )
 
 
@@ -135,13 +159,16 @@ def _declared_trades(features: Sequence[str]) -> dict[str, float]:
 
 
 def _tolerances(
-    values: Sequence[str], default: float, trades: Mapping[str, float]
+    values: Sequence[str],
+    default: float,
+    trades: Mapping[str, float],
+    metrics: Sequence[Metric] = METRICS,
 ) -> dict[str, float]:
     """Parse `--tolerance 0.1` (all metrics) and `--tolerance ttft=0.5` (one); later ones win.
 
     Where none is given, a trade that a feature declares widens the default of its metric.
     """
-    tolerances = {m.name: max(default, trades.get(m.name, 0.0)) for m in METRICS}
+    tolerances = {m.name: max(default, trades.get(m.name, 0.0)) for m in metrics}
     for value in values:
         name, equals, text = value.rpartition("=")
         try:
