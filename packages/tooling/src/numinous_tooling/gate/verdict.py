@@ -69,11 +69,11 @@ from numinous_tooling.gate.measures import (
 Word = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 EXIT_CODES: Mapping[Word, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 
-CONFIDENCE = 0.95
-ALPHA = (1 - CONFIDENCE) / 2
-"""Error rate of one metric on one side of its interval."""
-FAMILY_ALPHA = 1 - CONFIDENCE
+FAMILY_ALPHA = 0.05
 """Error rate of FAIL, and of "better", over all metrics of a comparison."""
+ALPHA = FAMILY_ALPHA / 2
+"""Error rate of one metric on one side of its interval."""
+CONFIDENCE = 1 - FAMILY_ALPHA
 POWER = 0.80
 MIN_PAIRS = 4
 MAX_FURTHER = 20
