@@ -35,7 +35,8 @@ from numinous_scheduler import __version__
 from numinous_scheduler.hooks.decode_burst import FEATURE
 from numinous_tooling import evidence
 from numinous_tooling.gate import provenance
-from numinous_tooling.gate.client import NativeGenerateClient, Tally, send
+from numinous_tooling.gate.apis import NativeGenerateClient, Request
+from numinous_tooling.gate.client import Tally, send
 from numinous_tooling.gate.errors import ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.counters import read_totals
@@ -111,7 +112,8 @@ async def user(
     await asyncio.sleep(rng.random() * options.think)
     for _ in range(options.turns):
         context += [rng.randrange(10, vocabulary) for _ in range(options.new_tokens)]
-        records.append(await send(client, context, options.output, tally, 0.0))
+        request = Request(options.output, token_ids=tuple(context))
+        records.append((await send(client, request, tally, 0.0))[0])
         await asyncio.sleep(rng.expovariate(1 / options.think) if options.think else 0)
     return records
 

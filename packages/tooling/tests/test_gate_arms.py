@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from numinous_tooling.gate import __main__ as gate_main
+from numinous_tooling.gate import serving as gate_serving
 from numinous_tooling.gate.arms import (
     ArmOptions,
     build_arms,
@@ -106,12 +106,12 @@ def test_order() -> None:
 
 def test_a_declared_trade_widens_only_its_metric_and_yields_to_the_user() -> None:
     pytest.importorskip("numinous_scheduler", reason="needs a feature that declares a trade")
-    trades = gate_main._declared_trades(["scheduler.decode_burst"])
+    trades = gate_serving._declared_trades(["scheduler.decode_burst"])
     assert trades == {"ttft": 1.0}
-    assert gate_main._declared_trades([]) == {}
-    assert gate_main._tolerances([], 0.05, trades) == {
+    assert gate_serving._declared_trades([]) == {}
+    assert gate_serving._tolerances([], 0.05, trades) == {
         "tok_s_user": 0.05,
         "ttft": 1.0,
         "tpot": 0.05,
     }
-    assert gate_main._tolerances(["ttft=0.2"], 0.05, trades)["ttft"] == 0.2
+    assert gate_serving._tolerances(["ttft=0.2"], 0.05, trades)["ttft"] == 0.2

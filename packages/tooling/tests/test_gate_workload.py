@@ -13,15 +13,13 @@ import pytest
 
 from numinous_tooling.gate import workload
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.plan import ModelFacts, build_warmup, digest
 from numinous_tooling.gate.workload import (
     Call,
-    ModelFacts,
     Recording,
     WorkloadSpec,
-    build_warmup,
     build_workload,
     choose_sessions,
-    digest,
     load_recording,
     parse_recording,
     plan_turns,
@@ -144,8 +142,8 @@ def test_too_small_context_is_one_clear_line() -> None:
 def test_warmup_has_tokens_of_its_own() -> None:
     plans = build_workload(SPEC, MODEL, 1)
     warmup = build_warmup(MODEL, plans, 2)
-    assert [len(w["token_ids"]) for w in warmup] == [p.turns[0].prompt_tokens for p in plans[:2]]
-    assert all(tuple(w["token_ids"][:4]) != p.token_ids[:4] for w in warmup for p in plans)
+    assert [len(w.token_ids) for w in warmup] == [p.turns[0].prompt_tokens for p in plans[:2]]
+    assert all(w.token_ids[:4] != p.token_ids[:4] for w in warmup for p in plans)
 
 
 def write_model(folder: Path, vocab: object, **config: object) -> str:

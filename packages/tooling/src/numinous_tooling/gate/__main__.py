@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None, counters_reader: CountersReader = re
             )
             return code
     except ServerFailed as error:
-        print(f"{error.tail}\ngate: {error}\nINCONCLUSIVE: no verdict", file=sys.stderr)
+        lines = [error.tail] if error.tail else []
+        print(*lines, f"gate: {error}", "INCONCLUSIVE: no verdict", sep="\n", file=sys.stderr)
     except GateError as error:
         print(f"gate: {error}", file=sys.stderr)
     except Interrupted as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from numinous_tooling.gate.errors import GateError
 
@@ -34,7 +35,11 @@ COMMON_SERVER_FLAGS = ("--incremental-streaming-output",)
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: what differs between servers. `env` is laid over the caller's environment."""
+    """One arm: what differs between servers. `env` is laid over the caller's environment.
+
+    An arm with a `url` is a server that runs already: nothing is started, `python`, `env` and `flags` are empty, and
+    its feature counters are read only from the `state_dir` that its user names.
+    """
 
     letter: str
     label: str
@@ -42,6 +47,8 @@ class Arm:
     env: Mapping[str, str]
     flags: tuple[str, ...]
     features: tuple[str, ...]
+    url: str | None = None
+    state_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,25 @@ def build_arms(options: ArmOptions) -> dict[str, Arm]:
         label = "stock " + " ".join(options.flags_c)
         arms["C"] = Arm("C", label, options.python_a, stock_env, common + options.flags_c, ())
     return arms
+
+
+def attached_arms(
+    url_a: str, url_b: str, features: tuple[str, ...], state_dir_b: str | None
+) -> dict[str, Arm]:
+    """Return arms A and B of two servers that run already."""
+    for option, url in (("--url-a", url_a), ("--url-b", url_b)):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise GateError(f"{option} {url}: write http://HOST:PORT")
+    if features and state_dir_b is None:
+        raise GateError(
+            "--features: whether a feature ran on an attached server is seen in its NUMINOUS_STATE_DIR only; "
+            "name it with --state-dir-b, or write --features none"
+        )
+    return {
+        "A": Arm("A", f"at {url_a}", "", {}, (), (), url_a),
+        "B": Arm("B", f"at {url_b}", "", {}, (), features, url_b, state_dir_b),
+    }
 
 
 def server_environment(arm: Arm, caller: Mapping[str, str], state_dir: str) -> dict[str, str]:

@@ -2,9 +2,10 @@
 """The measuring client: replays a workload against one server, in a process of its own.
 
 `python -m numinous_tooling.gate.client` reads one job (a JSON line) from stdin and writes JSON lines to stdout:
-`progress` while it works, `warm` when warm-up is over and the cache is flushed, then, after a line `go` on stdin,
-one `record` per request and `end` with its own event-loop lag. `fatal` ends the run early. A process of its own so
-that neither progress bar nor bookkeeping disturbs the clock, and so that its lag can be told from the server's.
+`progress` while it works, `warm` when warm-up is over and the cache is flushed (with what was agreed with the server),
+then, after a line `go` on stdin, one `record` per request and `end` with its own event-loop lag and CPU time. `fatal`
+ends the run early. A process of its own so that neither progress bar nor bookkeeping disturbs the clock, and so that
+its lag can be told from the server's.
 
 Times are seconds of the client's monotonic clock since `go`. A request's first token is its first chunk that carries
 tokens; a chunk may carry several.
@@ -17,24 +18,37 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
+
+from numinous_tooling.gate import answers, prompts
+from numinous_tooling.gate.apis import (
+    CONNECT_TIMEOUT_S,
+    CannotFlush,
+    NativeGenerateClient,
+    OpenAiClient,
+    Request,
+    RequestFailed,
+    ServingClient,
+)
 
 Emit = Callable[[dict[str, Any]], None]
 
 LAG_TICK_S = 0.01
 PROGRESS_TICK_S = 0.25
-CONNECT_TIMEOUT_S = 15.0
-# The server refuses a flush while it finishes what it has; it may wait this long for that.
-FLUSH_WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """What happened to one request; `chunks` holds [seconds since `sent_s`, tokens so far] of every chunk."""
+    """What happened to one request; `chunks` holds [seconds since `sent_s`, tokens so far] of every chunk.
+
+    `expected_tokens` is the least of a whole answer: all that were asked for, or 1 where the model may end by itself.
+    `prompt_tokens` is the plan's count, `server_prompt_tokens` the server's. `answer_format` is the machine-readable
+    form that the recorded answer had, `answer_valid` whether this answer has it.
+    """
 
     session: str
     turn: int
@@ -47,6 +61,10 @@ class RequestRecord:
     cached_tokens: int | None = None
     chunks: tuple[tuple[float, int], ...] = ()
     error: str | None = None
+    server_prompt_tokens: int | None = None
+    finish_reason: str | None = None
+    answer_format: str | None = None
+    answer_valid: bool | None = None
 
     @property
     def ttft_s(self) -> float | None:
@@ -57,91 +75,6 @@ class RequestRecord:
     def short(self) -> bool:
         """Whether the server ended the answer early without an error."""
         return self.error is None and self.got_tokens < self.expected_tokens
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One streamed piece: tokens generated so far, prompt tokens served from cache, whether the answer is complete."""
-
-    tokens: int
-    cached_tokens: int | None
-    finished: bool
-
-
-class RequestFailed(Exception):
-    """The server answered with an error, or broke off."""
-
-
-class NativeGenerateClient:
-    """SGLang's own `/generate`: takes token ids, so the prompt length is exact; reports cached tokens per request."""
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
-
-    @staticmethod
-    def body(token_ids: list[int], max_new_tokens: int) -> bytes:
-        """Return the request: greedy, of exactly `max_new_tokens` tokens."""
-        request = {
-            "input_ids": token_ids,
-            "sampling_params": {
-                "temperature": 0,
-                "ignore_eos": True,
-                "max_new_tokens": max_new_tokens,
-            },
-            "stream": True,
-        }
-        return json.dumps(request, separators=(",", ":")).encode()
-
-    async def stream(self, body: bytes) -> AsyncIterator[Chunk]:
-        """Send one request and yield its chunks; raise `RequestFailed` unless the answer ends properly."""
-        headers = {"content-type": "application/json"}
-        finished = False
-        try:
-            async with self._http.stream(
-                "POST", "/generate", content=body, headers=headers
-            ) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")[:200]
-                    raise RequestFailed(f"HTTP {response.status_code}: {text}")
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    payload = line[5:].strip()
-                    if payload == "[DONE]":
-                        break
-                    chunk = self._parse(payload)
-                    finished = finished or chunk.finished
-                    yield chunk
-        except httpx.HTTPError as error:
-            raise RequestFailed(f"{type(error).__name__}: {error}") from error
-        if not finished:
-            raise RequestFailed("the stream ended before the answer was complete")
-
-    @staticmethod
-    def _parse(payload: str) -> Chunk:
-        try:
-            message = json.loads(payload)
-            if "error" in message:
-                raise RequestFailed(str(message["error"])[:200])
-            meta = message["meta_info"]
-            reason = meta.get("finish_reason")
-            if isinstance(reason, dict) and reason.get("type") == "abort":
-                raise RequestFailed(f"aborted: {reason.get('message', '')}"[:200])
-            return Chunk(
-                int(meta["completion_tokens"]), meta.get("cached_tokens"), reason is not None
-            )
-        except (ValueError, KeyError, TypeError) as error:
-            raise RequestFailed(f"not an answer of /generate: {payload[:120]!r}") from error
-
-    async def flush_cache(self) -> None:
-        """Empty the server's prefix cache."""
-        url = f"/flush_cache?timeout={FLUSH_WAIT_S:g}"
-        try:
-            response = await self._http.post(url, timeout=FLUSH_WAIT_S + CONNECT_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise RequestFailed(f"/flush_cache: {type(error).__name__}: {error}") from error
-        if response.status_code != 200:
-            raise RequestFailed(f"/flush_cache: HTTP {response.status_code}: {response.text[:200]}")
 
 
 @dataclass
@@ -173,61 +106,127 @@ class LagMeter:
 
 
 async def send(
-    client: NativeGenerateClient,
-    token_ids: list[int],
-    max_new_tokens: int,
-    tally: Tally,
-    origin_s: float,
-) -> dict[str, Any]:
-    """Send one request; return the measured fields of its record."""
-    body = client.body(token_ids, max_new_tokens)
+    client: ServingClient, request: Request, tally: Tally, origin_s: float
+) -> tuple[dict[str, Any], str, list[str]]:
+    """Send one request; return the measured fields of its record, and the answer's text and tool arguments.
+
+    Text and arguments are empty unless the request keeps them.
+    """
+    digest = hashlib.sha256(client.digest_text(request)).hexdigest()[:16]
     chunks: list[tuple[float, int]] = []
+    tokens = 0
     cached: int | None = None
+    counted: int | None = None
+    reason: str | None = None
     error: str | None = None
+    text: list[str] = []
+    calls: dict[int, str] = {}
     tally.in_flight += 1
     sent = time.perf_counter()
     try:
-        async for chunk in client.stream(body):
+        async for chunk in client.stream(request):
             if chunk.tokens > (chunks[-1][1] if chunks else 0):
-                chunks.append((round(time.perf_counter() - sent, 6), chunk.tokens))
-            if chunk.cached_tokens is not None:
-                cached = chunk.cached_tokens
+                now = round(time.perf_counter() - sent, 6)
+                # Counts that come after the last piece of text say when nothing, only how many.
+                if chunk.bare and chunks:
+                    now = chunks.pop()[0]
+                chunks.append((now, chunk.tokens))
+            tokens = chunk.tokens
+            cached = chunk.cached_tokens if chunk.cached_tokens is not None else cached
+            counted = chunk.prompt_tokens if chunk.prompt_tokens is not None else counted
+            reason = chunk.finish_reason or reason
+            if request.keep_text:
+                text.append(chunk.text)
+                for call, part in chunk.tool_arguments:
+                    calls[call] = calls.get(call, "") + part
             tally.chunks += 1
     except RequestFailed as failure:
         error = str(failure)
     finally:
         tally.in_flight -= 1
         tally.done += 1
-    return {
-        "request_digest": hashlib.sha256(body).hexdigest()[:16],
+    # A count by chunks may have run ahead of the server's own, which came last.
+    exact = tuple((second, min(count, tokens)) for second, count in chunks)
+    fields = {
+        "request_digest": digest,
         "sent_s": round(sent - origin_s, 6),
         "e2e_s": round(time.perf_counter() - sent, 6),
-        "got_tokens": chunks[-1][1] if chunks else 0,
+        "got_tokens": exact[-1][1] if exact else 0,
         "cached_tokens": cached,
-        "chunks": tuple(chunks),
+        "chunks": exact,
         "error": error,
+        "server_prompt_tokens": counted,
+        "finish_reason": reason,
     }
+    return fields, "".join(text), [calls[call] for call in sorted(calls)]
+
+
+async def agree(client: ServingClient, job: dict[str, Any]) -> prompts.Form:
+    """Settle with the server how prompts are sent; measure what it adds to text."""
+    words = dict(zip(job["word_ids"], job["words"], strict=True)) if job["words"] else {}
+    form = prompts.Form(job["prompts"], words, job["exact"], job["dp_size"])
+    if not isinstance(client, OpenAiClient):
+        return form
+    text = prompts.probe_text(job["words"] or ["word"], prompts.PROBE_WORDS)
+    by_form = {
+        "ids": Request(
+            1, token_ids=tuple(job["word_ids"][: prompts.PROBE_WORDS]), exact=form.exact
+        ),
+        "text": Request(1, text=text, exact=form.exact),
+        "chat": Request(1, messages=({"role": "user", "content": text},), exact=form.exact),
+    }
+    wanted = [form.prompts]
+    if form.prompts == "auto":
+        wanted = ["ids", "text"] if words else ["ids"]
+    taken = await client.negotiate([by_form[name] for name in wanted])
+    form = replace(form, prompts=next(name for name in wanted if by_form[name] == taken))
+    if form.prompts == "ids" or job["is_text"]:
+        return form
+    overhead = await prompts.measure_overhead(client, form.prompts, job["words"], form.exact)
+    return replace(form, overhead=overhead)
 
 
 async def warm_up(
-    client: NativeGenerateClient, requests: list[dict[str, Any]], tally: Tally
-) -> None:
-    """Run the warm-up requests together, twice (the second time from the cache), then empty the cache."""
+    client: ServingClient, sessions: list[dict[str, Any]], form: prompts.Form, tally: Tally
+) -> float | None:
+    """Run the warm-up requests together, twice (the second time from the cache); return their drift."""
+    counts = []
     for _ in range(2):
+        requests = [prompts.build_request(session, 0, form) for session in sessions]
         results = await asyncio.gather(
-            *(
-                send(client, r["token_ids"], r["max_new_tokens"], tally, time.perf_counter())
-                for r in requests
-            )
+            *(send(client, request, tally, time.perf_counter()) for request in requests)
         )
-        for result in results:
-            if result["error"]:
-                raise RequestFailed(f"warm-up request: {result['error']}")
-    await client.flush_cache()
+        for session, (fields, _, _) in zip(sessions, results, strict=True):
+            if fields["error"]:
+                raise RequestFailed(f"warm-up request: {fields['error']}")
+            if fields["server_prompt_tokens"] is not None and not session["messages"]:
+                counts.append(
+                    (session["turns"][0]["prompt_tokens"], fields["server_prompt_tokens"])
+                )
+    drift = prompts.drift(counts)
+    if drift is not None and drift > prompts.MAX_DRIFT:
+        raise RequestFailed(
+            f"prompts drift by {drift:.1%} from their planned token counts, at most {prompts.MAX_DRIFT:.0%} is "
+            f"judged; use --prompts ids, or a larger --length-scale or --input"
+        )
+    return drift
+
+
+async def empty_cache(client: ServingClient, flush: str) -> bool:
+    """Flush as the job says (`must`, `try`, `never`); return whether the cache was emptied."""
+    if flush == "never":
+        return False
+    try:
+        await client.flush_cache()
+    except CannotFlush as failure:
+        if flush == "try":
+            return False
+        raise RequestFailed(f"{failure}; give --no-flush to go on with what it holds") from failure
+    return True
 
 
 async def replay(
-    client: NativeGenerateClient, job: dict[str, Any], tally: Tally, emit: Emit
+    client: ServingClient, job: dict[str, Any], form: prompts.Form, tally: Tally, emit: Emit
 ) -> None:
     """Replay the sessions of a job; within a session every request waits for the last answer and the tool gap."""
     origin = time.perf_counter()
@@ -238,14 +237,21 @@ async def replay(
         async with slots:
             for index, turn in enumerate(plan["turns"]):
                 await asyncio.sleep(turn["gap_s"])
-                prompt = plan["token_ids"][: turn["prompt_tokens"]]
-                result = await send(client, prompt, turn["max_new_tokens"], tally, origin)
+                request = prompts.build_request(plan, index, form)
+                fields, text, calls = await send(client, request, tally, origin)
                 record = RequestRecord(
                     session=plan["name"],
                     turn=index,
-                    prompt_tokens=turn["prompt_tokens"],
-                    expected_tokens=turn["max_new_tokens"],
-                    **result,
+                    # The plan only estimates the tokens of a text.
+                    prompt_tokens=(plan["messages"] and fields["server_prompt_tokens"])
+                    or turn["prompt_tokens"],
+                    expected_tokens=turn["max_new_tokens"] if job["exact"] else 1,
+                    answer_format=turn["answer_format"],
+                    answer_valid=None
+                    if turn["answer_format"] is None
+                    else fields["error"] is None
+                    and answers.answer_format(text, calls) == turn["answer_format"],
+                    **fields,
                 )
                 emit({"event": "record", **asdict(record)})
 
@@ -269,23 +275,37 @@ async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str
         async with httpx.AsyncClient(
             base_url=job["url"], limits=limits, timeout=timeout, trust_env=False
         ) as http:
-            client = NativeGenerateClient(http)
-            tally.in_flight += (
-                1  # the flush counts as work too, or a hanging flush would look like a tool gap
+            client: ServingClient = (
+                OpenAiClient(http, job["model"])
+                if job["api"] == "openai"
+                else NativeGenerateClient(http)
             )
-            await warm_up(client, job["warmup"], tally)
+            # Probes and flush count as work too, or a hanging one would look like a tool gap.
+            tally.in_flight += 1
+            form = await agree(client, job)
+            drift = await warm_up(client, job["warmup"], form, tally)
+            flushed = await empty_cache(client, job["flush"])
             tally.in_flight -= 1
-            emit({"event": "warm"})
+            emit(
+                {
+                    "event": "warm",
+                    "prompts": form.prompts,
+                    "overhead": asdict(form.overhead),
+                    "warmup_drift": drift,
+                    "flushed": flushed,
+                }
+            )
             if (await asyncio.to_thread(wait_for_go)).strip() != "go":
                 return
             tally.done = 0
             meter = LagMeter()
             lag = asyncio.create_task(meter.run())
-            start = time.perf_counter()
-            await replay(client, job, tally, emit)
+            start, start_cpu = time.perf_counter(), time.process_time()
+            await replay(client, job, form, tally, emit)
             wall_s = time.perf_counter() - start
+            cpu_s = time.process_time() - start_cpu
             lag.cancel()
-            emit({"event": "end", "wall_s": wall_s, "lag": meter.summary()})
+            emit({"event": "end", "wall_s": wall_s, "cpu_s": cpu_s, "lag": meter.summary()})
     except RequestFailed as failure:
         emit({"event": "fatal", "message": str(failure)})
     finally:

@@ -67,6 +67,14 @@ class ArmRun:
     """CPU cores that other programs kept busy during the replay."""
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
     """Per feature: `engaged` and `refused:<reason>` counts, warm-up excluded."""
+    gauges: dict[str, Any] = field(default_factory=dict)
+    """What the server said of itself meanwhile (`GaugeSampler.summary`)."""
+    client_cpu_share: float = 0.0
+    """CPU seconds of the measuring client per second of the replay."""
+    drift: float | None = None
+    """The server's prompt tokens against the planned ones, relative; None where it reports none."""
+    doubts: list[str] = field(default_factory=list)
+    """What made this run doubtful while it ran, one line each."""
 
     @property
     def name(self) -> str:

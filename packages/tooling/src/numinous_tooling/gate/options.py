@@ -26,7 +26,7 @@ CONTEXT_FLAGS = ("--context-length", "--max-total-tokens")
 FLAG_OPTIONS = ("--flags-all", "--flags-a", "--flags-b", "--arm-c-flags")
 
 
-def add_server_options(parser: argparse.ArgumentParser, *, features: str) -> None:
+def add_server_options(parser: argparse.ArgumentParser, *, features: str | None) -> None:
     """Add the options that decide which servers are started, and how; `features` is the default of ``--features``."""
     add = parser.add_argument
     add(

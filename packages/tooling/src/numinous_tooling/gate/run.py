@@ -5,50 +5,62 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import shutil
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from numinous_tooling.gate import floor, provenance
+from numinous_tooling.gate import floor, prompts, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
+from numinous_tooling.gate.conversation import Conversation, Counters, Outcome
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
+from numinous_tooling.gate.plan import ModelFacts, SessionPlan, Workload, build_warmup, digest
 from numinous_tooling.gate.progress import Progress, open_progress
-from numinous_tooling.gate.servers import ClientProcess, Interrupts, OtherLoad, Server, free_port
-from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
-from numinous_tooling.gate.workload import (
-    ModelFacts,
-    SessionPlan,
-    WorkloadSpec,
-    build_warmup,
-    build_workload,
-    digest,
+from numinous_tooling.gate.resume import (
+    RECORDS_FILE,
+    RunState,
+    check_same,
+    load_state,
+    normal,
+    write_records,
 )
+from numinous_tooling.gate.servers import (
+    AnyServer,
+    AttachedServer,
+    ClientProcess,
+    Interrupts,
+    Server,
+    free_port,
+    served_model,
+)
+from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
 
-Counters = dict[str, dict[str, int]]
 CountersReader = Callable[[Path], Counters]
 
 WARMUP_REQUESTS = 4
-TICK_S = 0.5
 LOG_HEAD_LINES = LOG_FOOT_LINES = 300
+# A client that computes for this share of the time measures itself.
+MAX_CLIENT_CPU_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class GateOptions:
-    """Everything that a run needs; the command line fills it in."""
+    """Everything that a run needs; the command line fills it in.
+
+    `api` is `sglang` (`/generate`) or `openai`, `prompts` how prompts are sent (`ids`, `text`, `chat`, or `auto`: ids
+    where the server takes them, else text). `exact` asks for answers of exactly the planned length. `flush` is `must`,
+    `try` (a server that was started for the slot is empty anyway) or `never`. `dp_pin` pins sessions to ranks.
+    """
 
     arms: Mapping[str, Arm]
     order: str
     model: ModelFacts
-    workload: WorkloadSpec
+    workload: Workload
     concurrency: int
     tolerances: Mapping[str, float]
     trades: Mapping[str, float]
@@ -60,6 +72,14 @@ class GateOptions:
     max_lag_s: float | None
     keep_logs: bool
     command: str
+    api: str = "sglang"
+    prompts: str = "ids"
+    exact: bool = True
+    dp_pin: bool = False
+    flush: str = "must"
+    resume: bool = False
+    notes: tuple[str, ...] = ()
+    """Lines for the reader of the verdict."""
     slo: Slo | None = None
     price_usd_h: float | None = None
     floor_dir: Path = field(default_factory=floor.default_folder)
@@ -89,7 +109,8 @@ def run_gate(
     options: GateOptions, interrupts: Interrupts, counters_reader: CountersReader = read_counters
 ) -> GateResult:
     """Run all arms in order and judge them; files are in `options.out` whatever happens after the first server."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
+        options.out.mkdir(parents=True, exist_ok=True)
     run = _Run(options, interrupts, counters_reader)
     try:
         return run.execute()
@@ -115,17 +136,26 @@ class _Run:
         self.read_counters = counters_reader
         self.started_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.started_s = time.monotonic()
-        self.runs: list[ArmRun] = []
-        self.slots: list[dict[str, Any]] = []
+        before = load_state(options.out) if options.resume else None
+        # Servers that are never flushed must not know this run's tokens from a run before it.
+        base = int(time.time()) if options.flush == "never" else 0
+        if before is not None:
+            base = before.repeat_base
         repeats = range(1, max(options.order.count(letter) for letter in set(options.order)) + 1)
         self.plans: dict[int, tuple[SessionPlan, ...]] = {
-            repeat: build_workload(options.workload, options.model, repeat) for repeat in repeats
+            repeat: options.workload.build(options.model, base + repeat) for repeat in repeats
         }
         self.requests_per_slot = sum(len(plan.turns) for plan in self.plans[1])
+        started = {arm.python for arm in options.arms.values() if arm.url is None}
+        self.versions = {python: self._versions(python) for python in sorted(started)}
+        settings = self._settings()
+        if before is not None:
+            check_same(before, settings, options.out)
+        self.state = before or RunState(normal(settings), options.command, base, [], [])
+        self.runs = self.state.runs
+        self.slots = self.state.slots
         self.progress: Progress = open_progress(len(options.order), self.requests_per_slot)
-        pythons = {arm.python for arm in options.arms.values()}
-        self.versions = {python: self._versions(python) for python in sorted(pythons)}
-        self.floor = floor.load(options.floor_dir, self._setting())
+        self.floor = self._load_floor()
 
     @staticmethod
     def _versions(python: str) -> dict[str, str]:
@@ -136,56 +166,115 @@ class _Run:
             )
         return versions
 
-    def _setting(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
+        """Return what must be equal in a run that resumes this one."""
+        options = self.options
+        return {
+            "order": options.order,
+            "arms": {letter: asdict(arm) for letter, arm in options.arms.items()},
+            "server_command": options.server_template,
+            "versions": self.versions,
+            "model": options.model.path,
+            "workload": {"kind": options.workload.kind, **options.workload.describe()},
+            "requests": {repeat: digest(plans) for repeat, plans in self.plans.items()},
+            "concurrency": options.concurrency,
+            "tolerances": dict(options.tolerances),
+            "max_lag_s": options.max_lag_s,
+            "api": options.api,
+            "prompts": options.prompts,
+            "exact": options.exact,
+            "dp_pin": options.dp_pin,
+            "flush": options.flush,
+        }
+
+    def _load_floor(self) -> floor.Floor | None:
+        """Return the noise floor of arm A's setting; None for servers whose setting is not known."""
         options, arm = self.options, self.options.arms["A"]
-        return floor.setting_of(
+        if any(known.url is not None for known in options.arms.values()):
+            return None
+        how = ("concurrency", "api", "prompts", "exact", "dp_pin", "flush")
+        spec = options.workload
+        setting = floor.setting_of(
             arm,
             options.arms["B"].features,
             model=options.model.path,
             command=options.server_template,
             versions=self.versions[arm.python],
-            workload={**asdict(options.workload), "concurrency": options.concurrency},
+            workload={
+                "kind": spec.kind,
+                "sessions": spec.sessions,
+                "turns": max(len(plan.turns) for plan in self.plans[1]),
+                "length_scale": spec.length_scale,
+                **spec.describe(),
+                **{name: getattr(options, name) for name in how},
+            },
             machine=provenance.machine(),
             driver=provenance.driver_version(),
         )
+        return floor.load(options.floor_dir, setting)
 
     def execute(self) -> GateResult:
-        """Run the slots, then judge."""
+        """Run the slots that are not finished yet, then judge."""
         options = self.options
         seen: dict[str, int] = {}
-        records_file = options.out / "records.jsonl"
-        with records_file.open("w") as records:
+        with (options.out / RECORDS_FILE).open("w") as records:
+            for run in self.runs:
+                write_records(records, run)
+            self.state.save(options.out)
             for index, letter in enumerate(options.order):
                 seen[letter] = seen.get(letter, 0) + 1
+                if index < len(self.runs):
+                    self.progress.begin(f"{letter}{seen[letter]}")
+                    self.progress.end("kept from the run that was aborted")
+                    continue
                 self._run_slot(index, options.arms[letter], seen[letter], records)
+                self.state.save(options.out)
         self.progress.close()
-        return self._judge()
+        result = self._judge()
+        self.state.save(options.out, complete=True)
+        return result
 
-    def _run_slot(self, index: int, arm: Arm, repeat: int, records: TextIO) -> None:
+    def _server(self, index: int, arm: Arm, name: str, state_dir: Path) -> AnyServer:
         options = self.options
-        name = f"{arm.letter}{repeat}"
-        self.progress.begin(f"{name} {arm.label}")
-        state_dir = options.out / f"state-{name}"
-        state_dir.mkdir(exist_ok=True)
+        if arm.url is not None:
+            return AttachedServer(name, arm.url)
         port = free_port() if options.port_base is None else options.port_base + index
-        server = Server(
+        return Server(
             name,
             server_command(arm, options.server_template, options.model.path, port),
             server_environment(arm, os.environ, str(state_dir.resolve())),
             options.out / f"server-{name}.log",
             port,
         )
+
+    def _run_slot(self, index: int, arm: Arm, repeat: int, records: TextIO) -> None:
+        options = self.options
+        name = f"{arm.letter}{repeat}"
+        self.progress.begin(f"{name} {arm.label}")
+        own_state_dir = options.out / f"state-{name}"
+        state_dir = own_state_dir if arm.state_dir is None else Path(arm.state_dir)
+        if arm.url is None:
+            own_state_dir.mkdir(exist_ok=True)
+        server = self._server(index, arm, name, state_dir)
         with server.running(self.interrupts):
             start_s = server.wait_ready(
                 options.start_timeout_s,
                 lambda elapsed: self.progress.phase(f"server starting ({elapsed:.0f} s)"),
             )
             info = server.info()
-            outcome = self._replay(server, name, repeat, state_dir)
+            outcome = self._replay(server, name, repeat, state_dir, self._dp_size(server, info))
             self.progress.phase("server stopping")
-        # Read after the end, so that counts which a process writes last are in.
+        # Read after the end of an own server, so that counts which a process writes last are in.
         counters = _difference(self._counters(state_dir), outcome.counters_before)
-        shutil.rmtree(state_dir, ignore_errors=True)
+        shutil.rmtree(own_state_dir, ignore_errors=True)
+        share = outcome.cpu_s / outcome.wall_s if outcome.wall_s else 0.0
+        drift = prompts.drift(
+            [
+                (record.prompt_tokens, record.server_prompt_tokens)
+                for record in outcome.records
+                if record.server_prompt_tokens is not None
+            ]
+        )
         run = ArmRun(
             index,
             arm.letter,
@@ -196,29 +285,38 @@ class _Run:
             outcome.lag_max_s,
             outcome.other_cores,
             counters,
+            gauges=outcome.gauges,
+            client_cpu_share=share,
+            drift=None if options.workload.is_text else drift,
         )
+        run.doubts = _doubts_of(run)
         self.runs.append(run)
-        for record in run.records:
-            line = {"run": index, "arm": arm.letter, "repeat": repeat, **asdict(record)}
-            records.write(json.dumps(line, separators=(",", ":")) + "\n")
-        records.flush()
+        write_records(records, run)
         self.slots.append(
             {
                 "run": name,
                 "command": server.command,
+                "url": arm.url,
                 "server_version": info.get("version"),
-                "log": server.log.name,
+                "log": server.log.name if server.log else "-",
                 "ready_s": round(start_s, 2),
                 "wall_s": round(run.wall_s, 3),
                 "client_lag_p99_s": round(run.lag_p99_s, 6),
                 "client_lag_max_s": round(run.lag_max_s, 6),
+                "client_cpu_share": round(share, 4),
                 "workload_sha256": digest(self.plans[repeat]),
+                "prompts": outcome.agreed["prompts"],
+                "prompt_overhead": outcome.agreed["overhead"],
+                "prompt_drift": run.drift,
+                "cache_flushed": outcome.agreed["flushed"],
+                "valid_answers": answer_validity(run.records),
+                "gauges": run.gauges,
                 "other_cores": round(run.other_cores, 2),
                 "bad_answers": run.bad_answers,
                 "counters": counters,
             }
         )
-        if not options.keep_logs and not run.bad_answers:
+        if server.log and not options.keep_logs and not run.bad_answers:
             _shorten(server.log)
         tokens = sum(record.got_tokens for record in run.records)
         self.progress.end(
@@ -226,19 +324,46 @@ class _Run:
             f"{tokens / run.wall_s:.1f} output tok/s, {run.bad_answers} bad answers"
         )
 
-    def _replay(self, server: Server, name: str, repeat: int, state_dir: Path) -> _Outcome:
+    def _dp_size(self, server: AnyServer, info: Mapping[str, object]) -> int | None:
+        """Return over how many ranks sessions are pinned; None without --dp-pin."""
+        if not self.options.dp_pin:
+            return None
+        size = info.get("dp_size")
+        if not isinstance(size, int) or size < 2:
+            raise GateError(
+                f"--dp-pin: server {server.name} reports dp_size {size} at /server_info, at least 2 is needed"
+            )
+        return size
+
+    def _replay(
+        self, server: AnyServer, name: str, repeat: int, state_dir: Path, dp_size: int | None
+    ) -> Outcome:
         options = self.options
         plans = self.plans[repeat]
+        model = options.model
+        as_text = options.prompts != "ids" and not options.workload.is_text
+        warmup = build_warmup(model, plans, min(WARMUP_REQUESTS, options.concurrency))
         job = {
             "url": server.url,
+            "api": options.api,
+            "model": served_model(server.url).get("id", model.path)
+            if options.api == "openai"
+            else model.path,
+            "prompts": options.prompts,
+            "is_text": options.workload.is_text,
+            "exact": options.exact,
+            "dp_size": dp_size,
+            "flush": options.flush,
+            "word_ids": model.word_ids if as_text else model.word_ids[: prompts.PROBE_WORDS],
+            "words": model.words if as_text else (),
             "concurrency": options.concurrency,
-            "warmup": build_warmup(options.model, plans, min(WARMUP_REQUESTS, options.concurrency)),
+            "warmup": [asdict(plan) for plan in warmup],
             "sessions": [asdict(plan) for plan in plans],
         }
         command = [sys.executable, "-m", "numinous_tooling.gate.client"]
         stderr_log = options.out / f"client-{name}.log"
         with ClientProcess(command, self.interrupts, stderr_log) as process:
-            outcome = _Conversation(
+            outcome = Conversation(
                 server,
                 process,
                 self.progress,
@@ -275,7 +400,7 @@ class _Run:
                 max_lag_s=options.max_lag_s,
                 metrics=metrics,
                 # The floor is that of arm A's setting; arm C has another.
-                floor=self.floor.noise() if (base, test) == ("A", "B") else None,
+                floor=self.floor.noise() if self.floor and (base, test) == ("A", "B") else None,
             )
 
         metrics = judged_metrics(options.slo)
@@ -284,13 +409,36 @@ class _Run:
         if "C" in options.order:
             comparisons += [against("C", "A"), against("B", "C")]
         document = self._document(main.word, main.reasons, comparisons)
-        if floor.is_same_against_same(options.arms):
+        if self.floor is not None and floor.is_same_against_same(options.arms):
             noise = floor.noise_of_run(self.runs, metrics, options.max_lag_s)
             if noise:
                 self.floor.add(self.started_utc, str(options.out.resolve()), noise)
             document["noise_floor"]["stored"] = bool(noise)
         self._write(document)
         return GateResult(main.word, main.reasons, self.runs, comparisons, document)
+
+    def _arm_versions(self, letter: str) -> dict[str, Any]:
+        """Return the versions of an arm's interpreter, or what its attached servers said."""
+        arm = self.options.arms[letter]
+        if arm.url is None:
+            return dict(self.versions[arm.python])
+        said = [slot["server_version"] for slot in self.slots if slot["url"] == arm.url]
+        return {"server": said[0] if said else None}
+
+    def _notes(self) -> list[str]:
+        """Return what the reader must know of how this run was measured."""
+        notes = []
+        uncounted = [run.name for run in self.runs if run.drift is None and not _usage_seen(run)]
+        if uncounted:
+            notes.append(
+                f"{', '.join(uncounted)}: the server reports no usage, tokens are counted by chunks"
+            )
+        notes += [
+            f"{slot['run']}: the server has no route to flush its cache; it was new"
+            for slot in self.slots
+            if not slot["cache_flushed"] and self.options.flush != "never"
+        ]
+        return notes
 
     def write_unfinished(self, reason: str, tail: str | None) -> None:
         """Leave a verdict.json that says why there is no verdict."""
@@ -318,17 +466,24 @@ class _Run:
             "model": options.model.path,
             "order": options.order,
             "workload": {
-                "sessions": spec.sessions,
-                "turns": spec.turns,
+                "kind": spec.kind,
+                "sessions": len(self.plans[1]),
+                "turns": max(len(plan.turns) for plan in self.plans[1]),
                 "requests_per_run": self.requests_per_slot,
                 "concurrency": options.concurrency,
-                "speedup": spec.speedup,
+                **spec.describe(),
                 "seed": spec.seed,
+                "repeat_base": self.state.repeat_base,
                 "names": [plan.name for plan in self.plans[1]],
             },
+            "api": options.api,
+            "prompts": options.prompts,
+            "exact_lengths": options.exact,
+            "dp_pin": options.dp_pin,
+            "notes": [*options.notes, *self._notes()],
             "confidence": CONFIDENCE,
             "tolerances": dict(options.tolerances),
-            "noise_floor": {**self.floor.described(), "stored": False},
+            "noise_floor": self.floor and {**self.floor.described(), "stored": False},
             "slo": None if options.slo is None else str(options.slo),
             "price_usd_h": options.price_usd_h,
             "declared_trades": dict(options.trades),
@@ -338,7 +493,11 @@ class _Run:
                     "python": arm.python,
                     "env": dict(arm.env),
                     "flags": list(arm.flags),
-                    "versions": self.versions[arm.python],
+                    "url": arm.url,
+                    "versions": self._arm_versions(letter),
+                    "valid_answers": answer_validity(
+                        record for r in self.runs if r.arm == letter for record in r.records
+                    ),
                     "figures": summarise(self.runs, letter, options.slo, options.price_usd_h)
                     if any(r.arm == letter for r in self.runs)
                     else None,
@@ -356,107 +515,33 @@ class _Run:
         }
 
 
-@dataclass
-class _Outcome:
-    """What a replay brought back."""
-
-    records: list[RequestRecord]
-    wall_s: float
-    lag_p99_s: float
-    lag_max_s: float
-    other_cores: float
-    counters_before: Counters
+def answer_validity(records: Iterable[RequestRecord]) -> dict[str, Any] | None:
+    """Return how many answers had to be machine-readable and how many were; None where none had to."""
+    judged = [record for record in records if record.answer_format is not None]
+    if not judged:
+        return None
+    valid = sum(1 for record in judged if record.answer_valid)
+    return {"expected": len(judged), "valid": valid, "share": valid / len(judged)}
 
 
-class _Conversation:
-    """Speaks with the client process, and watches the server while doing so."""
-
-    def __init__(
-        self,
-        server: Server,
-        process: subprocess.Popen[str],
-        progress: Progress,
-        stall_timeout_s: float,
-        counters: Callable[[], Counters],
-    ) -> None:
-        self._server = server
-        self._process = process
-        self._progress = progress
-        self._stall_timeout_s = stall_timeout_s
-        self._counters = counters
-        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-
-    def hold(self, job: dict[str, Any]) -> _Outcome | None:
-        """Run the job to its end; None if the client ended before that."""
-        threading.Thread(target=self._read, daemon=True).start()
-        self._progress.phase("warming up")
-        self._say(json.dumps(job, separators=(",", ":")))
-        records: list[RequestRecord] = []
-        before: Counters = {}
-        measuring = False
-        load = OtherLoad(self._server, self._process.pid)
-        chunks = -1
-        moved_s = time.monotonic()
-        while True:
-            self._server.check_alive()
-            try:
-                event = self._events.get(timeout=TICK_S)
-            except queue.Empty:
-                event = {"event": "silence"}
-            if event is None:
-                return None
-            match event["event"]:
-                case "progress":
-                    # Without a request under way the silence is a tool's, not the server's.
-                    if event["chunks"] != chunks or event["in_flight"] == 0:
-                        chunks = event["chunks"]
-                        moved_s = time.monotonic()
-                    if measuring:
-                        self._progress.requests(event["done"])
-                case "warm":
-                    before = self._counters()
-                    measuring = True
-                    self._progress.phase("replaying")
-                    load = OtherLoad(self._server, self._process.pid)
-                    self._say("go")
-                case "record":
-                    moved_s = time.monotonic()
-                    records.append(_record(event))
-                case "fatal":
-                    raise self._server.failed(f"did not serve ({event['message']})")
-                case "end":
-                    self._progress.requests(len(records))
-                    lag = event["lag"]
-                    return _Outcome(
-                        records, event["wall_s"], lag["p99_s"], lag["max_s"], load.cores(), before
-                    )
-            if time.monotonic() - moved_s > self._stall_timeout_s:
-                raise self._server.failed(
-                    f"made no progress for {self._stall_timeout_s:g} s with requests under way (--stall-timeout)"
-                )
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the client is gone; the reader thread reports its end
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            for line in self._process.stdout:
-                self._events.put(json.loads(line))
-        except ValueError:
-            pass  # the pipe was closed under us, or the client was killed in the middle of a line
-        self._events.put(None)
+def _usage_seen(run: ArmRun) -> bool:
+    return any(record.server_prompt_tokens is not None for record in run.records)
 
 
-def _record(event: dict[str, Any]) -> RequestRecord:
-    fields = {key: value for key, value in event.items() if key != "event"}
-    fields["chunks"] = tuple((seconds, tokens) for seconds, tokens in fields["chunks"])
-    return RequestRecord(**fields)
+def _doubts_of(run: ArmRun) -> list[str]:
+    """Return what makes this run doubtful by itself."""
+    doubts = []
+    if run.client_cpu_share > MAX_CLIENT_CPU_SHARE:
+        doubts.append(
+            f"the client computed for {run.client_cpu_share:.0%} of the time, so it measures itself; "
+            "fewer sessions, or a faster machine for the gate"
+        )
+    if run.drift is not None and run.drift > prompts.MAX_DRIFT:
+        doubts.append(
+            f"prompts drift by {run.drift:.1%} from their planned token counts, at most {prompts.MAX_DRIFT:.0%} "
+            "is judged"
+        )
+    return doubts
 
 
 def _difference(after: Counters, before: Counters) -> Counters:

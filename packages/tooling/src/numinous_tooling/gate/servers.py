@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server and client processes of a gate run: start, watch, and end so that nothing survives.
+"""Server and client processes of a gate run: start, watch, and end so that nothing survives; and attached servers.
 
 Every process is started in a session of its own, so a terminal's Ctrl-C reaches only the gate, which then ends the
 others in its own order. What belongs to a server is found in three ways, because engine children may leave their
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -29,6 +30,9 @@ OBSERVE_S = 0.5
 HEALTH_TIMEOUT_S = 30.0
 STOP_GRACE_S = 15.0
 KILL_WAIT_S = 10.0
+# A server that runs already answers soon, or not at all.
+ATTACH_TIMEOUT_S = 15.0
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 class Interrupts:
@@ -174,6 +178,9 @@ class ProcessTree:
 class Server:
     """One server of an arm: started by `with`, always gone after it."""
 
+    local = True
+    """Whether its processes and GPUs are this host's."""
+
     def __init__(
         self, name: str, command: list[str], env: dict[str, str], log: Path, port: int
     ) -> None:
@@ -222,7 +229,11 @@ class Server:
             self._observed_s = time.monotonic()
             self._tree.observe()
 
-    def cpu_s(self) -> float:
+    def check_answers(self) -> None:
+        """Called when a request broke off: the end of a process tells more, and `check_alive` sees it."""
+        self.check_alive()
+
+    def cpu_s(self) -> float | None:
         """Return the CPU seconds used so far by the members that run."""
         assert self._tree is not None
         used = 0.0
@@ -261,20 +272,103 @@ class Server:
 
     def info(self) -> dict[str, object]:
         """Return what the server says of itself (`/server_info`), or nothing where it does not say."""
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            response = httpx.get(
-                f"{self.url}/server_info", trust_env=False, timeout=HEALTH_TIMEOUT_S
-            )
-            if response.status_code == 200:
-                answer = response.json()
-                return answer if isinstance(answer, dict) else {}
-        return {}
+        return ask(self.url, "/server_info")
+
+
+class AttachedServer:
+    """A server that somebody else started: neither started nor stopped, watched through its health alone."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self.command: list[str] = []
+        self.log: Path | None = None
+        self.local = urlsplit(url).hostname in LOCAL_NAMES
+
+    @contextlib.contextmanager
+    def running(self, interrupts: Interrupts) -> Iterator[AttachedServer]:
+        """Use the server for the length of a block."""
+        del interrupts
+        yield self
+
+    def check_alive(self) -> None:
+        """Do nothing: there is no process to look at, and a request a tick would load the server."""
+
+    def check_answers(self) -> None:
+        """Raise `ServerFailed` where nothing listens any more; called when a request broke off."""
+        try:
+            httpx.get(f"{self.url}/v1/models", trust_env=False, timeout=HEALTH_TIMEOUT_S)
+        except httpx.TransportError as error:
+            if not isinstance(error, httpx.ReadTimeout):
+                raise self.failed(f"went away ({type(error).__name__})") from error
+
+    def cpu_s(self) -> float | None:
+        """Return None: its processes are not known."""
+        return None
+
+    def failed(self, how: str) -> ServerFailed:
+        """Return the error to raise."""
+        return ServerFailed(f"server {self.name} at {self.url} {how}", "")
+
+    def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None]) -> float:
+        """Ask `/health`, or `/v1/models` where there is none, until 200; return the seconds it took.
+
+        A server that is to run already gets `ATTACH_TIMEOUT_S` at most.
+        """
+        start = time.monotonic()
+        timeout_s = min(timeout_s, ATTACH_TIMEOUT_S)
+        reason = "no answer"
+        with httpx.Client(base_url=self.url, trust_env=False, timeout=timeout_s) as http:
+            while True:
+                on_wait(time.monotonic() - start)
+                try:
+                    for path in ("/health", "/v1/models"):
+                        status = http.get(path).status_code
+                        if status == 200:
+                            return time.monotonic() - start
+                        reason = f"{path}: HTTP {status}"
+                        if status != 404:
+                            break
+                except httpx.HTTPError as error:
+                    reason = f"{type(error).__name__}: {error}"
+                if time.monotonic() - start > timeout_s:
+                    raise GateError(
+                        f"server {self.name} at {self.url} is not ready ({reason}); start it, or correct its --url"
+                    )
+                time.sleep(POLL_S)
+
+    def info(self) -> dict[str, object]:
+        """Return what the server says of itself: SGLang's `/server_info`, vLLM's `/version`, or nothing."""
+        return ask(self.url, "/server_info") or ask(self.url, "/version")
+
+
+AnyServer = Server | AttachedServer
+
+
+def ask(url: str, path: str) -> dict[str, object]:
+    """Return the JSON object that a server answers on a path, or nothing where it answers anything else."""
+    with contextlib.suppress(httpx.HTTPError, ValueError):
+        response = httpx.get(f"{url}{path}", trust_env=False, timeout=HEALTH_TIMEOUT_S)
+        if response.status_code == 200:
+            answer = response.json()
+            return answer if isinstance(answer, dict) else {}
+    return {}
+
+
+def served_model(url: str) -> dict[str, object]:
+    """Return the first model that `/v1/models` names; nothing where it names none."""
+    models = ask(url.rstrip("/"), "/v1/models").get("data")
+    first = models[0] if isinstance(models, list) and models else None
+    return first if isinstance(first, dict) else {}
 
 
 class OtherLoad:
-    """How many CPU cores programs outside the run keep busy; such load is the usual cause of noise on CPU."""
+    """How many CPU cores programs outside the run keep busy; such load is the usual cause of noise on CPU.
 
-    def __init__(self, server: Server, client_pid: int) -> None:
+    An attached server's own load cannot be told from that of others, so none is reported beside it.
+    """
+
+    def __init__(self, server: AnyServer, client_pid: int) -> None:
         self._server = server
         self._pids = (client_pid, os.getpid())
         self._start_s = time.monotonic()
@@ -290,6 +384,8 @@ class OtherLoad:
         # The kernel counts guest time in user time as well.
         busy -= getattr(whole, "guest", 0.0) + getattr(whole, "guest_nice", 0.0)
         own = self._server.cpu_s()
+        if own is None:
+            return 0.0
         for pid in self._pids:
             with contextlib.suppress(psutil.Error):
                 times = psutil.Process(pid).cpu_times()

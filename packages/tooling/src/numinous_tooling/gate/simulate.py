@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
 import random
@@ -187,7 +188,7 @@ class Expectation:
 
     def holds(self, count: int, trials: int) -> bool:
         """Return whether the count is compatible with the bound."""
-        side = "greater" if self.bound == "at most" else "less"
+        side: Literal["greater", "less"] = "greater" if self.bound == "at most" else "less"
         return bool(binomtest(count, trials, self.rate, side).pvalue >= EXPECTATION_ALPHA)
 
 
@@ -337,8 +338,7 @@ def _paired(a: np.ndarray, b: np.ndarray, _draw: np.random.Generator) -> tuple[f
 
 
 def _quantiles(means: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(means, [ALPHA, 1 - ALPHA])
-    return float(low), float(high)
+    return float(np.quantile(means, ALPHA)), float(np.quantile(means, 1 - ALPHA))
 
 
 def _sessions(a: np.ndarray, b: np.ndarray, draw: np.random.Generator) -> tuple[float, float]:
@@ -369,16 +369,23 @@ METHODS: Mapping[str, Interval] = {
 }
 
 
+REGIMES: Mapping[str, Server] = {
+    "starts and sessions": QUIET,
+    "starts alone": Server(start_sd=0.02, session_sd=0.001, request_sd=0.001),
+}
+"""What scatters: an interval has to keep its rate in either case."""
+
+
 def compare_methods(trials: int, seed: int) -> list[dict[str, Any]]:
-    """Return, per method and number of repeats, how often "no change" is rejected: without one, and with 10 %."""
+    """Return, per noise, repeats and method, how often "no change" is rejected: without one, and with 10 %."""
     rows = []
     metric = METRICS[0]
-    for order in (TWO, THREE, FOUR):
+    for (noise, server), order in itertools.product(REGIMES.items(), (TWO, THREE, FOUR)):
         rates: dict[str, list[int]] = {name: [0, 0] for name in METHODS}
         for trial in range(trials):
             for column, slow in enumerate((1.0, 1.1)):
-                draw = random.Random(f"{seed}/methods/{order}/{trial}/{slow}")
-                runs = gate_run(order, {"A": QUIET, "B": QUIET}, slow, Load(), draw)
+                draw = random.Random(f"{seed}/methods/{noise}/{order}/{trial}/{slow}")
+                runs = gate_run(order, {"A": server, "B": server}, slow, Load(), draw)
                 a, b = (
                     np.log([list(sessions.values()) for _, sessions in sorted(values.items())])
                     for arm in "AB"
@@ -390,6 +397,7 @@ def compare_methods(trials: int, seed: int) -> list[dict[str, Any]]:
                     rates[name][column] += not low <= 0 <= high
         rows += [
             {
+                "noise": noise,
                 "method": name,
                 "repeats": len(order) // 2,
                 "false_alarms": alarms / trials,
@@ -451,12 +459,13 @@ def _print(outcomes: Sequence[Outcome], methods: Sequence[Mapping[str, Any]]) ->
     console.print(table)
     if methods:
         table = Table(title="95 % intervals that leave out 0, tok/s per user")
-        for head in ("interval", "repeats", "no change", "10 % slower"):
+        for head in ("noise", "repeats", "interval", "no change", "10 % slower"):
             table.add_column(head)
         for row in methods:
             table.add_row(
-                row["method"],
+                row["noise"],
                 str(row["repeats"]),
+                row["method"],
                 f"{row['false_alarms']:.1%}",
                 f"{row['finds_10_percent']:.1%}",
             )

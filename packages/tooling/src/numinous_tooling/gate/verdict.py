@@ -13,8 +13,10 @@ the repeats of one arm, and only there. The change is the mean over repeats of `
 `s sqrt(2 / R)` with `s` the scatter within arms, pooled over both (`2 (R - 1)` degrees of freedom), and the interval is
 Student's. Why this one of the candidates (`python -m numinous_tooling.gate.simulate --methods` repeats the
 comparison): a bootstrap over sessions takes runs for independent sessions, and a bootstrap over repeats has too few of
-them, so both give too many false alarms; the t interval over the paired differences of the slots is exact but has half
-the degrees of freedom, and at two repeats twelve standard errors decide little. The pooled interval is exact where
+them, so both give too many false alarms, and widening the former by the largest difference of two repeats of one arm
+gives too many where server starts are all the noise, and ever fewer decisions the more repeats there are; the t
+interval over the differences of the slots is exact but has half the degrees of freedom, and at two repeats twelve
+standard errors decide little. The pooled interval is exact where
 repeats differ only by their server start, and errs on the careful side where repeats differ together (drift, other
 lengths per repeat), because that enters the scatter and not the change. What it needs: an order in which drift hits
 both arms alike (A B B A), and arms whose scatter is about the same (twice the scatter in one arm costs about a point
@@ -38,7 +40,8 @@ it passes only if every one does.
 1. FAIL if a feature was to run in the tested arm and did not in every repeat, or if the tested arm has more failed or
    short answers than the base arm.
 2. INCONCLUSIVE if the measurement itself is in doubt: a failed or short answer in the base arm, feature counters in a
-   stock arm, different requests, a cache that was not empty at the start, a client that lagged.
+   stock arm, different requests, a cache that was not empty at the start, a client that lagged or was busy, prompts
+   longer or shorter than planned.
 3. FAIL if a metric fails; INCONCLUSIVE if one is inconclusive; PASS otherwise.
 
 PASS therefore says "not worse than the tolerance"; that B is better is said only of the metrics in `improved`.
@@ -410,6 +413,7 @@ def doubts(runs: Sequence[ArmRun], max_lag_s: float | None) -> list[str]:
             lines.append(
                 f"{run.name}: the client lagged, p99 {run.lag_p99_s * 1e3:.1f} ms over {limit_s * 1e3:.1f} ms"
             )
+        lines += [f"{run.name}: {doubt}" for doubt in run.doubts]
         for record in run.records:
             key = run.repeat, record.session, record.turn
             other, name = requests.setdefault(key, (record.request_digest, run.name))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a gate run: recorded coding-agent sessions as token counts, replayed with synthetic tokens.
+"""Workload `agents`: recorded coding-agent sessions as token counts, replayed with synthetic tokens.
 
 What is taken from the recording (`data/README.md`): prompt and completion tokens of every call, and the time between
 calls. All lengths are multiplied by a *length scale*. What is made up, and how:
 
-- **Tokens** are drawn by a seeded generator from the plain words of the model's vocabulary and sent as ids, so every
-  count is exact. The seed includes the repeat, never the arm: both arms of a repeat see the same requests, and no
+- **Tokens** are drawn by a seeded generator from the plain words of the model's vocabulary, so every count is exact
+  where they are sent as ids (`prompts.py` says what holds where they are sent as text). The seed includes the repeat, never the arm: both arms of a repeat see the same requests, and no
   repeat can profit from the cache of another.
 - **Answers in the context.** The next prompt holds the *planned* synthetic answer of the recorded length, not the
   answer that the server gave: two arms may round differently, and their requests must not drift apart. The cost: the
@@ -23,12 +23,20 @@ import hashlib
 import json
 import random
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.plan import (
+    CONTEXT_MARGIN_TOKENS,
+    ModelFacts,
+    SessionPlan,
+    Turn,
+    check_size,
+    draw,
+)
 
 RECORDING = "swebench-turn-metrics.jsonl"
 RECORDING_SHA256 = "6bdf11df34c252474f88734a1300c640ae0d32fbec262257f7e36a0c94590b45"
@@ -39,12 +47,10 @@ MODEL_TOKENS_PER_S = 150.0
 MAX_GAP_S = 120.0
 # Sessions start within this recorded time (divided by the speedup like every gap), not all in one instant.
 START_SPREAD_S = 10.0
-# Enough to pass through prefill and a few decode steps.
-WARMUP_NEW_TOKENS = 4
-# Kept free below the model's context: the engine reserves a few positions of its own.
-CONTEXT_MARGIN_TOKENS = 16
-
-_PLAIN_WORD = re.compile(r"^[Ġ▁]?[a-z]{2,}$")
+# A vocabulary marks a token that begins with a space.
+_SPACE_MARKS = "Ġ▁"
+_PLAIN_WORD = re.compile(rf"^[{_SPACE_MARKS}]?[a-z]{{2,}}$")
+_MIN_WORDS = 256
 
 
 @dataclass(frozen=True)
@@ -66,34 +72,6 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One planned request: the first `prompt_tokens` ids of its session, sent `gap_s` after the last answer."""
-
-    prompt_tokens: int
-    max_new_tokens: int
-    gap_s: float
-
-
-@dataclass(frozen=True)
-class SessionPlan:
-    """One planned session: its whole id stream (every prompt is a prefix of it) and its turns."""
-
-    name: str
-    start_s: float
-    token_ids: tuple[int, ...]
-    turns: tuple[Turn, ...]
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the workload must know of a model: its name for the server, its context and harmless token ids."""
-
-    path: str
-    context_tokens: int
-    word_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class WorkloadSpec:
     """Everything that decides the requests, besides model and repeat."""
 
@@ -102,6 +80,17 @@ class WorkloadSpec:
     length_scale: float
     speedup: float
     seed: int
+
+    kind = "agents"
+    is_text = False
+
+    def build(self, model: ModelFacts, repeat: int) -> tuple[SessionPlan, ...]:
+        """Return the sessions of one repeat."""
+        return build_workload(self, model, repeat)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings for verdict.json."""
+        return {"speedup": self.speedup}
 
 
 def load_recording() -> tuple[Recording, ...]:
@@ -149,9 +138,10 @@ def plan_turns(
         if index:
             before = recording.calls[index - 1]
             gap_s = tool_gap_s(call.at_s - before.at_s, before.completion) / speedup
-        planned.append(Turn(prompt, completion, gap_s))
         visible = max(0, call.completion - call.reasoning)
-        floor = prompt + min(completion, round(visible * length_scale)) + 1
+        answer = min(completion, round(visible * length_scale))
+        planned.append(Turn(prompt, completion, gap_s, answer_tokens=answer))
+        floor = prompt + answer + 1
     return tuple(planned)
 
 
@@ -179,34 +169,18 @@ def choose_sessions(
 def build_workload(spec: WorkloadSpec, model: ModelFacts, repeat: int) -> tuple[SessionPlan, ...]:
     """Return the sessions of one repeat: lengths and gaps are the same in all repeats, token ids are not."""
     shared_tokens = max(1, round(SHARED_PREFIX_TOKENS * spec.length_scale))
-    shared = _draw(model, f"shared/{spec.seed}/{repeat}", shared_tokens)
+    shared = draw(model, f"shared/{spec.seed}/{repeat}", shared_tokens)
     plans = []
     for recording, turns in choose_sessions(load_recording(), spec, model.context_tokens):
         length = turns[-1].prompt_tokens
         prefix = shared[: min(shared_tokens, turns[0].prompt_tokens)]
-        own = _draw(model, f"session/{spec.seed}/{repeat}/{recording.name}", length - len(prefix))
+        own = draw(model, f"session/{spec.seed}/{repeat}/{recording.name}", length - len(prefix))
         start = random.Random(f"start/{spec.seed}/{recording.name}").uniform(0, START_SPREAD_S)
-        plans.append(SessionPlan(recording.name, start / spec.speedup, prefix + own, turns))
+        plans.append(
+            SessionPlan(recording.name, start / spec.speedup, prefix + own, turns, len(prefix))
+        )
+    check_size(plans)
     return tuple(plans)
-
-
-def build_warmup(
-    model: ModelFacts, plans: tuple[SessionPlan, ...], count: int
-) -> list[dict[str, Any]]:
-    """Return `count` short requests with the first prompt lengths of `plans` and tokens of their own."""
-    return [
-        {
-            "token_ids": _draw(model, f"warmup/{index}", plan.turns[0].prompt_tokens),
-            "max_new_tokens": WARMUP_NEW_TOKENS,
-        }
-        for index, plan in enumerate(plans[:count])
-    ]
-
-
-def digest(plans: tuple[SessionPlan, ...]) -> str:
-    """Return the sha256 of a workload, so that a report can show that arms got the same one."""
-    text = json.dumps([asdict(plan) for plan in plans], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_model(name: str, context_limit: int | None = None) -> ModelFacts:
@@ -233,7 +207,8 @@ def read_model(name: str, context_limit: int | None = None) -> ModelFacts:
             f"{config_file} names no max_position_embeddings; set the context with --flags-all '--context-length N'"
         )
     vocab_size = text_config.get("vocab_size") or config.get("vocab_size") or 0
-    return ModelFacts(path, int(context), _word_ids(folder / "tokenizer.json", int(vocab_size)))
+    ids, words = _words(folder / "tokenizer.json", int(vocab_size))
+    return ModelFacts(path, int(context), ids, words)
 
 
 def _fetch_config(name: str) -> Path:
@@ -249,8 +224,11 @@ def _fetch_config(name: str) -> Path:
         ) from error
 
 
-def _word_ids(tokenizer_file: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids of plain lower-case words; without a tokenizer.json, the safe middle of the vocabulary."""
+def _words(tokenizer_file: Path, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return ids of plain lower-case words, and the words where each is one token with and without a space before it.
+
+    Without a tokenizer.json, the safe middle of the vocabulary.
+    """
     vocab: Any = {}
     if tokenizer_file.is_file():
         vocab = (
@@ -258,18 +236,22 @@ def _word_ids(tokenizer_file: Path, vocab_size: int) -> tuple[int, ...]:
         )
     if isinstance(vocab, list):  # Unigram models list [token, score], the index is the id
         vocab = {entry[0]: index for index, entry in enumerate(vocab)}
-    words = sorted(index for token, index in vocab.items() if _PLAIN_WORD.match(token))
-    if len(words) >= 256:
-        return tuple(words)
+    plain = {token: index for token, index in vocab.items() if _PLAIN_WORD.match(token)}
+    spaced = {
+        index: token[1:]
+        for token, index in plain.items()
+        if token[0] in _SPACE_MARKS and token[1:] in plain
+    }
+    if len(spaced) >= _MIN_WORDS:
+        ids = sorted(spaced)
+        return tuple(ids), tuple(spaced[index] for index in ids)
+    if len(plain) >= _MIN_WORDS:
+        return tuple(sorted(plain.values())), ()
     # Special tokens sit at either end of a vocabulary, so its middle half holds none of them.
     middle = range(vocab_size // 4, vocab_size * 3 // 4)
-    if len(middle) < 256:
+    if len(middle) < _MIN_WORDS:
         raise GateError(
             f"{tokenizer_file.parent} has no usable tokenizer.json and a vocabulary of {vocab_size}; "
             "use a model with a tokenizer.json"
         )
-    return tuple(middle)
-
-
-def _draw(model: ModelFacts, seed: str, count: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(model.word_ids, k=count))
+    return tuple(middle), ()
