@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,9 @@ pytest.importorskip("httpx")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+from numinous_tooling.gate import gauges, report, run
 from numinous_tooling.gate.__main__ import main
+from numinous_tooling.gate.servers import free_port
 
 FAKE = Path(__file__).with_name("gate_fake_server.py")
 FEATURE = "scheduler.decode_burst"
@@ -38,9 +41,10 @@ def fake_counters(state_dir: Path) -> dict[str, dict[str, int]]:
 
 @dataclass
 class Bench:
-    """A folder with a model that has only a config, and the arguments of a short run."""
+    """A folder with a model that has config and vocabulary only, and the arguments of a short run."""
 
     folder: Path
+    attached: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def out(self) -> Path:
@@ -70,6 +74,37 @@ class Bench:
     def run(self, *extra: str) -> int:
         return main(self.arguments(*extra), counters_reader=fake_counters)
 
+    def attach(self, *flags: str) -> str:
+        """Start a server that the gate does not know as its own; return its URL."""
+        port = free_port()
+        command = [sys.executable, str(FAKE), "--port", str(port), "--notes", str(self.notes)]
+        self.attached.append(subprocess.Popen([*command, *flags]))
+        return f"http://127.0.0.1:{port}"
+
+    def run_attached(self, flags_a: str, flags_b: str, *extra: str) -> int:
+        """Run the gate on two servers that run already."""
+        urls = ("--url-a", self.attach(*shlex.split(flags_a)))
+        urls += ("--url-b", self.attach(*shlex.split(flags_b)))
+        return main(
+            [
+                *("serving", *urls, "--model", str(self.folder / "model")),
+                *("--max-client-lag", "60000", "--out", str(self.out), "--order", "AB"),
+                *extra,
+            ],
+            counters_reader=fake_counters,
+        )
+
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.out / "records.jsonl").read_text().splitlines()]
+
+    def requests(self) -> list[list]:
+        """Return what each server got, in the order of their start; prompt, settings and rank of each request."""
+        return [
+            [json.loads(line) for line in file.read_text().splitlines()]
+            for pid in self.server_pids()
+            if (file := self.notes / f"requests-{pid}.jsonl").exists()
+        ]
+
     def verdict(self) -> dict:
         return json.loads((self.out / "verdict.json").read_text())
 
@@ -90,18 +125,38 @@ def running(pids: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def real_report() -> None:
+    """Asked for by a test that looks at report.html."""
+
+
+@pytest.fixture
+def bench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Bench]:
+    # Drawing is most of a short run's time; what is drawn is looked at where a test asks for it.
+    if "real_report" not in request.fixturenames:
+        monkeypatch.setattr(
+            report, "write_html", lambda _result, path: path.write_text("not drawn")
+        )
     monkeypatch.setenv("NUMINOUS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     config = {"max_position_embeddings": 4096, "vocab_size": 4000}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    words = ["".join(chr(97 + int(digit)) for digit in f"{number:03}") for number in range(300)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    vocabulary |= {f"Ġ{word}": 300 + index for index, word in enumerate(words)}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     (tmp_path / "notes").mkdir()
     bench = Bench(tmp_path)
     yield bench
+    for process in bench.attached:
+        process.kill()
+        process.wait()
     if (bench.notes / "pids").exists():
         assert running(bench.server_pids()) == [], "the gate left servers behind"
 
 
+@pytest.mark.usefixtures("real_report")
 def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("--tolerance", "20") == 0
     verdict = bench.verdict()
@@ -169,6 +224,7 @@ def test_one_repeat_is_inconclusive(bench: Bench) -> None:
     assert bench.verdict()["verdict"] == "INCONCLUSIVE"
 
 
+@pytest.mark.usefixtures("real_report")
 def test_third_arm_is_compared_too(bench: Bench) -> None:
     assert bench.run("--order", "ABCAB", "--arm-c-flags", "--slow 20", "--tolerance", "20") == 0
     comparisons = {c["test"] + c["base"]: c for c in bench.verdict()["comparisons"]}
@@ -328,3 +384,319 @@ def test_signal_leaves_nothing_behind(bench: Bench, number: signal.Signals, when
     assert gate.wait(timeout=30) == 2
     assert f"interrupted by {number.name}; no server is left running" in rest
     assert bench.verdict()["reasons"] == [f"interrupted by {number.name}"]
+
+
+def small(*extra: str) -> tuple[str, ...]:
+    """Return the options of a short closed loop."""
+    return (
+        *("--workload", "closed", "--input", "12", "--output", "3"),
+        *("--requests", "4", "--concurrency", "2", *extra),
+    )
+
+
+def test_own_servers_through_the_openai_interface(bench: Bench) -> None:
+    assert bench.run("--api", "openai", "--tolerance", "20") == 0
+    verdict = bench.verdict()
+    assert {run["prompts"] for run in verdict["runs"]} == {"ids"}
+    assert all("--enable-cache-report" in run["command"] for run in verdict["runs"])
+    pooled = verdict["arms"]["B"]["figures"]["pooled"]
+    assert (pooled["errors"], pooled["short_answers"]) == (0, 0)
+    assert pooled["cache_hit_rate"] > 0.2
+    a1, b1, b2, _ = (sorted(map(json.dumps, requests)) for requests in bench.requests())
+    assert a1 == b1
+    assert a1 != b2
+    assert all(
+        record["server_prompt_tokens"] == record["prompt_tokens"] for record in bench.records()
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "flags"),
+    [
+        ("text", "--refuse-ids"),
+        ("chat", "--template 2"),
+        ("chat", "--template 2 --no-system"),
+        ("chat", "--no-usage"),
+    ],
+)
+def test_counts_survive_text_and_templates(bench: Bench, prompts: str, flags: str) -> None:
+    code = bench.run_attached(
+        flags,
+        flags,
+        *("--prompts", "auto" if prompts == "text" else prompts, "--tolerance", "20"),
+        *("--sessions", "2", "--turns", "3", "--length-scale", "1/16", "--speedup", "900"),
+        *("--order", "ABBA"),
+    )
+    if flags == "--no-usage":
+        assert code == 2
+        assert "the server reports no usage" in bench.verdict()["reasons"][0]
+        return
+    assert code == 0, bench.verdict()["reasons"]
+    verdict = bench.verdict()
+    assert {run["prompts"] for run in verdict["runs"]} == {prompts}
+    assert all(run["prompt_drift"] == 0 for run in verdict["runs"])
+    for record in bench.records():
+        assert record["server_prompt_tokens"] == record["prompt_tokens"]
+    assert verdict["arms"]["B"]["figures"]["pooled"]["cache_hit_rate"] > 0.2
+    if prompts == "chat":
+        longest = max((r[0] for r in bench.requests()[0]), key=len)
+        roles = [] if "--no-system" in flags else ["system"]
+        assert [m["role"] for m in longest] == [*roles, "user", *["assistant", "user"] * 2]
+
+
+def test_drifting_prompts_are_refused(bench: Bench) -> None:
+    flags = "--refuse-ids --token-factor 1.1"
+    assert bench.run_attached(flags, flags, *small("--input", "200")) == 2
+    assert "prompts drift by" in bench.verdict()["reasons"][0]
+
+
+def test_attached_servers_are_compared_and_left_alone(bench: Bench) -> None:
+    assert (
+        bench.run_attached(
+            "--name one --no-health",
+            "--name two --flush vllm",
+            *small("--order", "ABBA", "--tolerance", "20"),
+        )
+        == 0
+    )
+    verdict = bench.verdict()
+    assert verdict["features"] == []
+    assert "no feature counters were read" in verdict["notes"][0]
+    assert all(run["cache_flushed"] for run in verdict["runs"])
+    assert verdict["arms"]["A"]["versions"] == {"server": "fake"}
+    assert all(process.poll() is None for process in bench.attached)
+    models = [{r[1]["model"] for r in requests} for requests in bench.requests()]
+    assert models == [{"one"}, {"two"}]
+
+
+def test_attached_slow_server_fails(bench: Bench) -> None:
+    options = small("--order", "ABBA", "--tolerance", "1")
+    assert bench.run_attached("", "--slow 40", *options) == 1
+
+
+def test_attached_feature_is_seen_in_its_state_folder(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = bench.folder / "state-of-b"
+    state.mkdir()
+    monkeypatch.setenv("NUMINOUS_STATE_DIR", str(state))
+    options = small("--features", FEATURE, "--tolerance", "20", "--order", "ABBA")
+    assert bench.run_attached("", "--always-engage", *options, "--state-dir-b", str(state)) == 0
+    counters = bench.verdict()["arms"]["B"]["figures"]["counters"]
+    # Warm-up requests are not counted: the client's probe, then two requests twice, in each of two runs.
+    assert counters[FEATURE]["engaged"] == 8
+    assert state.exists()
+
+
+def test_attached_server_that_is_not_there(bench: Bench) -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    alive = bench.attach()
+    arguments = [
+        "serving",
+        "--url-a",
+        alive,
+        "--url-b",
+        dead,
+        "--model",
+        str(bench.folder / "model"),
+    ]
+    assert (
+        main(
+            [*arguments, "--order", "AB", *small(), "--out", str(bench.out), "--start-timeout", "1"]
+        )
+        == 2
+    )
+    assert f"server B1 at {dead} is not ready" in bench.verdict()["reasons"][0]
+
+
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_attached_server_that_dies_in_the_middle(bench: Bench, api: str) -> None:
+    # Fewer than the requests of warm-up and replay together.
+    assert bench.run_attached("", "--die-after 6", *small("--api", api)) == 2
+    assert "went away" in bench.verdict()["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("--break-at 7", ""),
+        ("--nonsense-at 7", "not an answer of /v1/completions"),
+        ("--error-at 7", "HTTP 500"),
+    ],
+)
+def test_bad_answers_of_an_openai_server_are_counted(bench: Bench, fault: str, error: str) -> None:
+    assert bench.run_attached("", fault, *small()) == 1
+    assert bench.verdict()["reasons"][0] == "arm B has 1 failed or short answers, arm A 0"
+    assert [r for r in bench.records() if r["error"] and error in r["error"]]
+
+
+def test_attached_server_that_hangs(bench: Bench) -> None:
+    assert bench.run_attached("", "--hang-after 6", *small("--stall-timeout", "2")) == 2
+    assert "made no progress for 2 s" in bench.verdict()["reasons"][0]
+
+
+def test_attached_server_without_flush_is_refused_or_gets_fresh_tokens(bench: Bench) -> None:
+    none = "--flush none"
+    assert bench.run_attached(none, none, *small()) == 2
+    assert "give --no-flush" in bench.verdict()["reasons"][0]
+    urls = [f"http://127.0.0.1:{process.args[3]}" for process in bench.attached]
+    arguments = [
+        "serving",
+        "--url-a",
+        urls[0],
+        "--url-b",
+        urls[1],
+        "--model",
+        str(bench.folder / "model"),
+    ]
+    arguments += ["--no-flush", "--tolerance", "20", "--out", str(bench.out), *small()]
+    assert main(arguments) == 0
+    verdict = bench.verdict()
+    assert any("--no-flush" in note for note in verdict["notes"])
+    assert not any(run["cache_flushed"] for run in verdict["runs"])
+    assert verdict["workload"]["repeat_base"] > 0
+    # The same server for both arms would lend B the prompts of A.
+    arguments[4] = urls[0]
+    assert main(arguments) == 2
+    assert bench.verdict() == verdict
+
+
+def write_sessions(folder: Path) -> Path:
+    """Write a trace of three sessions, one whose recorded answers are JSON, one with a tool call, one with prose."""
+    call = {"function": {"name": "run", "arguments": '{"x": 1}'}}
+    answers: list[dict] = [
+        {"content": '{"a": 1}'},
+        {"content": None, "tool_calls": [call]},
+        {"content": "just words"},
+    ]
+    lines = []
+    for index, answer in enumerate(answers):
+        messages: list[dict] = [{"role": "system", "content": "be brief"}]
+        for turn in range(2):
+            messages.append({"role": "user", "content": f"question {turn}"})
+            numbers = {"completion_tokens": 6, "reasoning_tokens": 0, "t": turn * 2}
+            messages.append({"role": "assistant", **answer, **numbers})
+        lines.append(json.dumps({"session": f"s{index}", "messages": messages}))
+    file = folder / "sessions.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_text_sessions_count_answers_that_programs_can_read(bench: Bench) -> None:
+    options = ("--workload", "agents-text", "--trace", str(write_sessions(bench.folder)))
+    options += ("--sessions", "3", "--turns", "2", "--speedup", "900", "--tolerance", "20")
+    # The fake server would trip over content that is null, so its template test stays with the other two.
+    assert bench.run_attached("--answer '{\"b\": 2}'", "--answer '{\"b\": 2'", *options) == 2
+    verdict = bench.verdict()
+    assert verdict["exact_lengths"] is False
+    # Two sessions of two turns had to be readable; the JSON ones are in A, none are in B.
+    assert verdict["arms"]["A"]["valid_answers"] == {"expected": 4, "valid": 2, "share": 0.5}
+    assert verdict["arms"]["B"]["valid_answers"] == {"expected": 4, "valid": 0, "share": 0.0}
+    assert verdict["arms"]["A"]["figures"]["pooled"]["short_answers"] == 0
+    first = [r[0][0]["content"] for r in bench.requests()[0] if "warmup" not in str(r[0])]
+    assert all(content in ("[0/1]\nbe brief", "word " * 15 + "word") for content in first)
+    assert all("ignore_eos" not in r[1] for r in bench.requests()[0])
+
+
+def test_sessions_are_pinned_to_ranks(bench: Bench) -> None:
+    options = small("--dp-pin", "--tolerance", "20", "--requests", "8")
+    assert bench.run_attached("--dp-size 4", "--dp-size 4", *options) == 2  # one repeat
+    a, b = ([(r[2], r[0]) for r in requests if r[2]] for requests in bench.requests())
+    assert sorted(a) == sorted(b)
+    assert 1 < len({rank for rank, _ in a}) <= 4
+
+
+def test_pinning_needs_ranks(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.run("--order", "AB", "--dp-pin") == 2
+    assert "--dp-pin: server A1 reports dp_size 1" in capsys.readouterr().err
+
+
+def test_gauges_are_read_while_a_server_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gauges, "SAMPLE_EVERY_S", 0.01)
+    assert bench.run_attached("--metrics", "--loads", *small()) == 2  # one repeat
+    a, b = (run["gauges"] for run in bench.verdict()["runs"])
+    assert a["source"] == "/metrics"
+    assert a["queue"] == {"max": 4.0, "mean": 4.0}
+    assert a["token_usage"]["max"] == 0.5
+    assert a["running"]["max"] >= 1
+    assert a["retractions"] == 4.0  # the fake server counts its requests there
+    assert b["source"] == "/v1/loads?include=core"
+    assert b["queue"]["max"] == 4.0
+
+
+def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--flags-b", f"--die-after-file {bench.folder / 'die'}", "--tolerance", "20")
+    (bench.folder / "die").write_text("5")
+    assert bench.run(*flags) == 2
+    kept = bench.records()
+    assert len(kept) == 4
+    (bench.folder / "die").unlink()
+    arguments = bench.arguments(*flags)
+    arguments[arguments.index("--out")] = "--resume"
+    other = [*arguments, "--concurrency", "1"]
+    assert main(other, counters_reader=fake_counters) == 2
+    assert (
+        "concurrency was 2 and is now 1; resume with the options of: python -m"
+        in capsys.readouterr().err
+    )
+    assert main(arguments, counters_reader=fake_counters) == 0
+    verdict = bench.verdict()
+    assert [run["run"] for run in verdict["runs"]] == ["A1", "B1", "B2", "A2"]
+    assert bench.records()[:4] == kept
+    assert len(bench.records()) == 16
+    assert len(bench.server_pids()) == 5
+    assert main(arguments, counters_reader=fake_counters) == 2
+    assert "the run is complete" in capsys.readouterr().err
+
+
+def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "MAX_CLIENT_CPU_SHARE", 1e-9)
+    assert bench.run("--order", "AB") == 2
+    assert "A1: the client computed for" in bench.verdict()["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (("--url-a", "http://x:1"), "--url-a and --url-b go together"),
+        (("--no-flush",), "--no-flush is for servers attached"),
+        (("--rate", "1"), "--rate is for workload open, not for agents"),
+        (("--workload", "open", "--input", "9"), "--sessions is for workload agents"),
+        (("--workload", "mooncake"), "is for workload"),
+        (("--prompts", "chat"), "--prompts chat needs --api openai"),
+        (("--resume", "/no/such/run"), "--out and --resume name two folders"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...], message: str
+) -> None:
+    assert bench.run(*extra) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (("--url-b", "not a url"), "write http://HOST:PORT"),
+        (("--flags-b", "--x"), "--flags-b is for servers that the gate starts"),
+        (("--features", FEATURE), "name it with --state-dir-b"),
+        (("--workload", "agents-text", "--trace", "/no/trace", "--api", "sglang"), "through chat"),
+        (("--workload", "agents-text", "--trace", "/no/trace"), "No such file"),
+        (("--workload", "agents-text"), "needs --trace FILE"),
+        (("--workload", "open"), "needs --rate R"),
+        (("--workload", "closed", "--input", "5000"), "do not fit 4096 tokens"),
+    ],
+)
+def test_options_that_do_not_go_with_attached_servers(
+    bench: Bench, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...], message: str
+) -> None:
+    arguments = ["serving", "--url-a", "http://127.0.0.1:9", "--url-b", "http://127.0.0.1:9"]
+    arguments += ["--model", str(bench.folder / "model"), "--out", str(bench.out), *extra]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1

@@ -93,10 +93,9 @@ def gpu_memory_mib() -> float | None:
 class GaugeSampler:
     """Samples one server in a thread for the length of a block; `summary` says what it saw."""
 
-    def __init__(self, url: str, *, local: bool = True, every_s: float = SAMPLE_EVERY_S) -> None:
+    def __init__(self, url: str, *, local: bool = True) -> None:
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=REQUEST_TIMEOUT_S)
         self._local = local
-        self._every_s = every_s
         self._stop = threading.Event()
         self._samples: list[Sample] = []
         self._ends: list[Sample] = []
@@ -118,7 +117,7 @@ class GaugeSampler:
     def _run(self) -> None:
         # The first and the last are taken while nothing runs: they bound what is cumulative and are no samples of load.
         self._ends.append(self._ask())
-        while not self._stop.wait(self._every_s):
+        while not self._stop.wait(SAMPLE_EVERY_S):
             sample = self._ask()
             memory = gpu_memory_mib() if self._local else None
             if memory is not None:
