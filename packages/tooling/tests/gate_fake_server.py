@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--never-engage", action="store_true")
     parser.add_argument("--always-engage", action="store_true")
     parser.add_argument("--with-child", action="store_true")
-    # Tokens are a hundred times slower while more requests than this are under way.
+    # Tokens are 400 times slower while more requests than this are under way.
     parser.add_argument("--cliff-at", type=int)
     parser.add_argument("--no-health", action="store_true")
     parser.add_argument("--flush", choices=("sglang", "vllm", "none"), default="sglang")
@@ -251,7 +251,7 @@ class Handler(BaseHTTPRequestHandler):
                 text = "{}" if number == options.nonsense_at else render(index, count, cached)
                 self._chunk(f"data: {text}\n\n")
                 crowded = options.cliff_at is not None and self.state.running > options.cliff_at
-                time.sleep(TPOT_S * options.slow * (100 if crowded else 1))
+                time.sleep(TPOT_S * options.slow * (400 if crowded else 1))
         finally:
             with self.state.lock:
                 self.state.running -= 1

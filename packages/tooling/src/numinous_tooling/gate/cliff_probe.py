@@ -85,7 +85,7 @@ def turn_prompts(context: int, turns: int, output: int) -> list[int]:
     first = context - output - turns * step
     if first < USER_TOKENS:
         raise GateError(
-            f"--contexts {context}: {turns} turns of {output} tokens need a context of at least "
+            f"--contexts {context}: {turns} x {output} tokens of answers need a context of at least "
             f"{USER_TOKENS + output + turns * step}; lower --probe-seconds, --limit or --output"
         )
     return [first + turn * step for turn in range(turns + 1)]

@@ -180,6 +180,7 @@ class _Run:
             "concurrency": options.concurrency,
             "tolerances": dict(options.tolerances),
             "max_lag_s": options.max_lag_s,
+            "slo": None if options.slo is None else str(options.slo),
             "api": options.api,
             "prompts": options.prompts,
             "exact": options.exact,
