@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -25,12 +25,15 @@ pytest.importorskip("httpx")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from numinous_tooling.gate import gauges, report, run
+from numinous_tooling.gate import gauges, report, run, verdict
 from numinous_tooling.gate.__main__ import main
+from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.servers import free_port
 
 FAKE = Path(__file__).with_name("gate_fake_server.py")
 FEATURE = "scheduler.decode_burst"
+# On a busy machine two runs of one arm may differ by several times; a planted fault is then found with four.
+FOUR_EACH = "ABBAABBA"
 
 
 def fake_counters(state_dir: Path) -> dict[str, dict[str, int]]:
@@ -158,7 +161,7 @@ def bench(
 
 @pytest.mark.usefixtures("real_report")
 def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.run("--tolerance", "1000") == 0
+    assert bench.run("--tolerance", "1e6") == 0
     verdict = bench.verdict()
     assert verdict["verdict"] == "PASS"
     assert verdict["length_scale"] == 1 / 64
@@ -211,7 +214,7 @@ def test_stock_arm_has_no_feature_and_patched_arm_no_whitelist(
 
 
 def test_planted_slow_down_fails(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.run("--flags-b", "--slow 150", "--tolerance", "0.5") == 1
+    assert bench.run("--flags-b", "--slow 40", "--tolerance", "0.5", "--order", FOUR_EACH) == 1
     verdict = bench.verdict()
     assert verdict["verdict"] == "FAIL"
     words = {m["metric"]: m["word"] for m in verdict["comparisons"][0]["metrics"]}
@@ -226,7 +229,7 @@ def test_one_repeat_is_inconclusive(bench: Bench) -> None:
 
 @pytest.mark.usefixtures("real_report")
 def test_third_arm_is_compared_too(bench: Bench) -> None:
-    assert bench.run("--order", "ABCAB", "--arm-c-flags", "--slow 20", "--tolerance", "1000") == 0
+    assert bench.run("--order", "ABCAB", "--arm-c-flags", "--slow 20", "--tolerance", "1e6") == 0
     comparisons = {c["test"] + c["base"]: c for c in bench.verdict()["comparisons"]}
     assert set(comparisons) == {"BA", "CA", "BC"}
     # C's own slow-down is C's, and does not touch the verdict of B.
@@ -245,7 +248,7 @@ def test_counters_in_a_stock_arm_are_inconclusive(bench: Bench) -> None:
 
 
 def test_stock_against_stock_needs_no_counters(bench: Bench) -> None:
-    assert bench.run("--tolerance", "1000", "--features", "none") == 0
+    assert bench.run("--tolerance", "1e6", "--features", "none") == 0
 
 
 def test_lagging_client_is_inconclusive(bench: Bench) -> None:
@@ -395,7 +398,7 @@ def small(*extra: str) -> tuple[str, ...]:
 
 
 def test_own_servers_through_the_openai_interface(bench: Bench) -> None:
-    assert bench.run("--api", "openai", "--tolerance", "1000") == 0
+    assert bench.run("--api", "openai", "--tolerance", "1e6") == 0
     verdict = bench.verdict()
     assert {run["prompts"] for run in verdict["runs"]} == {"ids"}
     assert all("--enable-cache-report" in run["command"] for run in verdict["runs"])
@@ -423,16 +426,15 @@ def test_counts_survive_text_and_templates(bench: Bench, prompts: str, flags: st
     code = bench.run_attached(
         flags,
         flags,
-        *("--prompts", "auto" if prompts == "text" else prompts, "--tolerance", "1000"),
+        *("--prompts", "auto" if prompts == "text" else prompts, "--tolerance", "1e6"),
         *("--sessions", "2", "--turns", "3", "--length-scale", "1/16", "--speedup", "900"),
-        *("--order", "ABBA"),
     )
+    assert code == 2  # one repeat; what matters is below
     if flags == "--no-usage":
-        assert code == 2
         assert "the server reports no usage" in bench.verdict()["reasons"][0]
         return
-    assert code == 0, bench.verdict()["reasons"]
     verdict = bench.verdict()
+    assert not any("drift" in reason for reason in verdict["reasons"])
     assert {run["prompts"] for run in verdict["runs"]} == {prompts}
     assert all(run["prompt_drift"] == 0 for run in verdict["runs"])
     for record in bench.records():
@@ -455,7 +457,7 @@ def test_attached_servers_are_compared_and_left_alone(bench: Bench) -> None:
         bench.run_attached(
             "--name one --no-health",
             "--name two --flush vllm",
-            *small("--order", "ABBA", "--tolerance", "1000"),
+            *small("--order", "ABBA", "--tolerance", "1e6"),
         )
         == 0
     )
@@ -470,7 +472,7 @@ def test_attached_servers_are_compared_and_left_alone(bench: Bench) -> None:
 
 
 def test_attached_slow_server_fails(bench: Bench) -> None:
-    options = small("--order", "ABBA", "--tolerance", "1")
+    options = small("--order", FOUR_EACH, "--tolerance", "1")
     assert bench.run_attached("", "--slow 40", *options) == 1
 
 
@@ -480,7 +482,7 @@ def test_attached_feature_is_seen_in_its_state_folder(
     state = bench.folder / "state-of-b"
     state.mkdir()
     monkeypatch.setenv("NUMINOUS_STATE_DIR", str(state))
-    options = small("--features", FEATURE, "--tolerance", "1000", "--order", "ABBA")
+    options = small("--features", FEATURE, "--tolerance", "1e6", "--order", "ABBA")
     assert bench.run_attached("", "--always-engage", *options, "--state-dir-b", str(state)) == 0
     counters = bench.verdict()["arms"]["B"]["figures"]["counters"]
     # Warm-up requests are not counted: the client's probe, then two requests twice, in each of two runs.
@@ -549,7 +551,7 @@ def test_attached_server_without_flush_is_refused_or_gets_fresh_tokens(bench: Be
         "--model",
         str(bench.folder / "model"),
     ]
-    arguments += ["--no-flush", "--tolerance", "1000", "--out", str(bench.out), *small()]
+    arguments += ["--no-flush", "--tolerance", "1e6", "--out", str(bench.out), *small()]
     assert main(arguments) == 0
     verdict = bench.verdict()
     assert any("--no-flush" in note for note in verdict["notes"])
@@ -584,7 +586,7 @@ def write_sessions(folder: Path) -> Path:
 
 def test_text_sessions_count_answers_that_programs_can_read(bench: Bench) -> None:
     options = ("--workload", "agents-text", "--trace", str(write_sessions(bench.folder)))
-    options += ("--sessions", "3", "--turns", "2", "--speedup", "900", "--tolerance", "1000")
+    options += ("--sessions", "3", "--turns", "2", "--speedup", "900", "--tolerance", "1e6")
     # The fake server would trip over content that is null, so its template test stays with the other two.
     assert bench.run_attached("--answer '{\"b\": 2}'", "--answer '{\"b\": 2'", *options) == 2
     verdict = bench.verdict()
@@ -599,7 +601,7 @@ def test_text_sessions_count_answers_that_programs_can_read(bench: Bench) -> Non
 
 
 def test_sessions_are_pinned_to_ranks(bench: Bench) -> None:
-    options = small("--dp-pin", "--tolerance", "1000", "--requests", "8")
+    options = small("--dp-pin", "--tolerance", "1e6", "--requests", "8")
     assert bench.run_attached("--dp-size 4", "--dp-size 4", *options) == 2  # one repeat
     a, b = ([(r[2], r[0]) for r in requests if r[2]] for requests in bench.requests())
     assert sorted(a) == sorted(b)
@@ -627,7 +629,7 @@ def test_gauges_are_read_while_a_server_works(
 
 
 def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ("--flags-b", f"--die-after-file {bench.folder / 'die'}", "--tolerance", "1000")
+    flags = ("--flags-b", f"--die-after-file {bench.folder / 'die'}", "--tolerance", "1e6")
     (bench.folder / "die").write_text("5")
     assert bench.run(*flags) == 2
     kept = bench.records()
@@ -649,6 +651,17 @@ def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -
     assert len(bench.server_pids()) == 5
     assert main(arguments, counters_reader=fake_counters) == 2
     assert "the run is complete" in capsys.readouterr().err
+
+
+def test_drift_of_a_run_makes_it_doubtful() -> None:
+    record = RequestRecord("s", 0, 1000, 1, "d", 0.0, 1.0, 1, server_prompt_tokens=1011)
+    near = verdict.ArmRun(0, "A", 1, [record], 1.0, 0.0, 0.0, drift=0.0099)
+    far = replace(near, drift=0.0111)
+    assert run._doubts_of(near) == []
+    far.doubts = run._doubts_of(far)
+    assert verdict.doubts([near, far], None) == [
+        "A1: prompts drift by 1.1% from their planned token counts, at most 1% is judged"
+    ]
 
 
 def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ import httpx
 SAMPLE_EVERY_S = 2.0
 REQUEST_TIMEOUT_S = 2.0
 MEMORY_TIMEOUT_S = 5.0
+# A busy server may miss the first; one that has no gauges is then left alone.
+SEARCH_ROUNDS = 3
 
 # Gauge -> names of metrics; several ranks are added up, except where the greatest one is the figure.
 METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -94,55 +96,58 @@ class GaugeSampler:
     """Samples one server in a thread for the length of a block; `summary` says what it saw."""
 
     def __init__(self, url: str, *, local: bool = True) -> None:
-        self._http = httpx.Client(base_url=url, trust_env=False, timeout=REQUEST_TIMEOUT_S)
+        self._url = url
         self._local = local
         self._stop = threading.Event()
         self._samples: list[Sample] = []
         self._ends: list[Sample] = []
         self._source: str | None = None
-        self._asked = False
+        self._rounds = 0
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[GaugeSampler]:
         """Sample until the block ends."""
-        thread = threading.Thread(target=self._run, daemon=True)
+        thread = threading.Thread(target=self._sample, daemon=True)
         thread.start()
         try:
             yield self
         finally:
             self._stop.set()
             thread.join(REQUEST_TIMEOUT_S * 4 + MEMORY_TIMEOUT_S)
-            self._http.close()
 
-    def _run(self) -> None:
+    def _sample(self) -> None:
+        with httpx.Client(base_url=self._url, trust_env=False, timeout=REQUEST_TIMEOUT_S) as http:
+            self._sample_with(http)
+
+    def _sample_with(self, http: httpx.Client) -> None:
         # The first and the last are taken while nothing runs: they bound what is cumulative and are no samples of load.
-        self._ends.append(self._ask())
+        self._ends.append(self._ask(http))
         while not self._stop.wait(SAMPLE_EVERY_S):
-            sample = self._ask()
+            sample = self._ask(http)
             memory = gpu_memory_mib() if self._local else None
             if memory is not None:
                 sample["gpu_memory_mib"] = memory
             if sample:
                 self._samples.append(sample)
-        self._ends.append(self._ask())
+        self._ends.append(self._ask(http))
 
-    def _ask(self) -> Sample:
-        """Return one sample from the source that answers; looks for it once."""
+    def _ask(self, http: httpx.Client) -> Sample:
+        """Return one sample from the source that answers; looks for it `SEARCH_ROUNDS` times at most."""
         if self._source is not None:
-            return self._get(self._source)
-        if not self._asked:
+            return self._get(http, self._source)
+        if self._rounds < SEARCH_ROUNDS:
+            self._rounds += 1
             for path in ("/metrics", "/v1/loads?include=core", "/get_load"):
-                sample = self._get(path)
+                sample = self._get(http, path)
                 if sample:
                     self._source = path
                     return sample
-            self._asked = True
         return {}
 
-    def _get(self, path: str) -> Sample:
+    def _get(self, http: httpx.Client, path: str) -> Sample:
         # Late, broken or strange answers are samples that are missing, not errors of the run.
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
-            response = self._http.get(path)
+            response = http.get(path)
             if response.status_code == 200:
                 if path == "/metrics":
                     return parse_metrics(response.text)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from numinous_tooling.gate.errors import GateError
@@ -57,6 +57,10 @@ class SessionPlan:
     shared_tokens: int = 0
     messages: tuple[Mapping[str, Any], ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON carries it; `dataclasses.asdict` would copy every id, of which there are millions."""
+        return {**vars(self), "turns": [vars(turn) for turn in self.turns]}
 
 
 @dataclass(frozen=True)
@@ -150,5 +154,5 @@ def check_size(plans: Sequence[SessionPlan]) -> None:
 
 def digest(plans: tuple[SessionPlan, ...]) -> str:
     """Return the sha256 of a workload, so that a report can show that arms got the same one."""
-    text = json.dumps([asdict(plan) for plan in plans], separators=(",", ":"))
+    text = json.dumps([plan.to_json() for plan in plans], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -44,6 +45,7 @@ def _output(command: list[str]) -> str | None:
     return result.stdout.strip()
 
 
+@functools.cache
 def versions_of(python: str) -> dict[str, str] | None:
     """Return the versions that an interpreter would serve with; None where it cannot be asked."""
     text = _output([python, "-c", _VERSIONS])

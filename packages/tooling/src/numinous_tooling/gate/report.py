@@ -169,6 +169,7 @@ def terminal_text(result: GateResult, out: Path) -> str:
         if comparison is not result.comparisons[0]:
             lines.append(f"{comparison.word}: {'; '.join(comparison.reasons)}")
     notes = [note for note in (trade_note(document), load_note(document)) if note]
+    notes += [f"note: {note}" for note in document["notes"]]
     lines += ["", *notes] if notes else []
     lines += [
         "",
@@ -191,7 +192,9 @@ def write_html(result: GateResult, path: Path) -> None:
     for comparison in result.comparisons:
         parts.append(f"<h2>{comparison.test} against {comparison.base}: {comparison.word}</h2>")
         parts.append(_table(COMPARISON_HEAD, comparison_rows(comparison)))
-    parts += [f"<p>{html.escape(note)}</p>" for note in [trade_note(document)] if note]
+    notes = [note for note in [trade_note(document)] if note]
+    notes += [f"note: {note}" for note in document["notes"]]
+    parts += [f"<p>{html.escape(note)}</p>" for note in notes]
     parts += [
         "<p>Interval: Student's, of the mean over repeats; noise: the scatter of one server run, which repeats of one "
         "arm show. How both are made: numinous_tooling.gate.verdict.</p>",

@@ -145,6 +145,7 @@ class _Run:
         self.plans: dict[int, tuple[SessionPlan, ...]] = {
             repeat: options.workload.build(options.model, base + repeat) for repeat in repeats
         }
+        self.digests = {repeat: digest(plans) for repeat, plans in self.plans.items()}
         self.requests_per_slot = sum(len(plan.turns) for plan in self.plans[1])
         started = {arm.python for arm in options.arms.values() if arm.url is None}
         self.versions = {python: self._versions(python) for python in sorted(started)}
@@ -176,7 +177,7 @@ class _Run:
             "versions": self.versions,
             "model": options.model.path,
             "workload": {"kind": options.workload.kind, **options.workload.describe()},
-            "requests": {repeat: digest(plans) for repeat, plans in self.plans.items()},
+            "requests": self.digests,
             "concurrency": options.concurrency,
             "tolerances": dict(options.tolerances),
             "max_lag_s": options.max_lag_s,
@@ -305,7 +306,7 @@ class _Run:
                 "client_lag_p99_s": round(run.lag_p99_s, 6),
                 "client_lag_max_s": round(run.lag_max_s, 6),
                 "client_cpu_share": round(share, 4),
-                "workload_sha256": digest(self.plans[repeat]),
+                "workload_sha256": self.digests[repeat],
                 "prompts": outcome.agreed["prompts"],
                 "prompt_overhead": outcome.agreed["overhead"],
                 "prompt_drift": run.drift,
@@ -358,8 +359,8 @@ class _Run:
             "word_ids": model.word_ids if as_text else model.word_ids[: prompts.PROBE_WORDS],
             "words": model.words if as_text else (),
             "concurrency": options.concurrency,
-            "warmup": [asdict(plan) for plan in warmup],
-            "sessions": [asdict(plan) for plan in plans],
+            "warmup": [plan.to_json() for plan in warmup],
+            "sessions": [plan.to_json() for plan in plans],
         }
         command = [sys.executable, "-m", "numinous_tooling.gate.client"]
         stderr_log = options.out / f"client-{name}.log"
