@@ -23,6 +23,7 @@ from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import METRICS, ArmRun
 from numinous_tooling.gate.simulate import Load, Server, gate_run
 from numinous_tooling.gate.verdict import Noise, compare
+from numinous_tooling.gate.workload_traces import MooncakeSpec
 
 FAKE = Path(__file__).with_name("gate_fake_server.py")
 NEEDED = ("--num-continuous-decode-steps", "8")
@@ -74,6 +75,21 @@ def test_floor_of_another_setting_is_not_used(tmp_path: Path, changes: dict[str,
     assert floor.load(tmp_path, setting(arm("--x"), **changes)).noise() == {}
     for other in (arm("--y"), arm("--x", SGLANG_X="1")):
         assert floor.load(tmp_path, setting(other)).described()["used"] is False
+
+
+def test_a_trace_is_told_by_its_content(tmp_path: Path) -> None:
+    """Two recordings of one name are two settings."""
+    described = []
+    for rows in ("1", "2"):
+        (tmp_path / rows).mkdir()
+        trace = tmp_path / rows / "trace.jsonl"
+        trace.write_text(rows)
+        described.append(
+            MooncakeSpec(trace=trace, requests=1, length_scale=1.0, speedup=1.0, seed=0).describe()
+        )
+    first, second = (setting(arm(), workload=workload) for workload in described)
+    assert described[0]["trace"] == described[1]["trace"]
+    assert first != second
 
 
 def test_runs_are_pooled_by_their_degrees_of_freedom(tmp_path: Path) -> None:
