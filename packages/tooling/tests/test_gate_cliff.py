@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +21,17 @@ pytest.importorskip("matplotlib")
 from numinous_tooling.gate import cliff, cliff_report
 from numinous_tooling.gate.__main__ import main
 from numinous_tooling.gate.arms import Arm
+from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.cliff import Search, frontier, judge, pool_tokens, search_contexts
 from numinous_tooling.gate.cliff_probe import (
     NEW_TOKENS,
     USER_TOKENS,
     Probe,
+    Prober,
     plan_probe,
     turn_prompts,
 )
+from numinous_tooling.gate.conversation import Outcome
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.plan import ModelFacts
 
@@ -132,6 +136,14 @@ def test_wide_brackets_do_not_decide() -> None:
     assert "B holds at 8, A at 10" in reasons[0]
 
 
+def test_tolerance_is_relative_to_what_stock_holds() -> None:
+    a, b = Search("A1", "A"), Search("B1", "B")
+    a.brackets[1000] = cliff.Bracket({100: [True, True], 101: [False, False]})
+    b.brackets[1000] = cliff.Bracket({91: [True, True], 92: [False, False]})
+    assert judge([a, b], (), 0.1)[0] == "PASS"
+    assert judge([a, b], (), 0.05)[0] == "FAIL"
+
+
 def test_repeats_widen_the_bracket() -> None:
     searches = [
         searched(PooledServer(pool), name) for pool, name in ((80_000, "A1"), (100_000, "A2"))
@@ -191,6 +203,68 @@ def test_a_probe_fills_the_context_and_goes_on_in_it() -> None:
     with pytest.raises(GateError, match="need a context of at least 96"):
         turn_prompts(95, 3, 16)
     assert turn_prompts(96, 3, 16)[0] == USER_TOKENS
+
+
+def outcome(rates: list[float], **changes: Any) -> Outcome:
+    """Return a replay in which each user got 16 tokens at the given rate."""
+    records = [
+        RequestRecord(
+            session=f"user-{user}",
+            turn=0,
+            prompt_tokens=100,
+            expected_tokens=16,
+            request_digest="d",
+            sent_s=0.0,
+            e2e_s=16 / rate,
+            got_tokens=16,
+            chunks=tuple((step / rate, step) for step in range(1, 17)),
+        )
+        for user, rate in enumerate(rates)
+    ]
+    fields: dict[str, Any] = {
+        "records": records,
+        "wall_s": 5.0,
+        "cpu_s": 0.1,
+        "lag_p99_s": 0.001,
+        "lag_max_s": 0.001,
+        "other_cores": 0.0,
+        "counters_before": {},
+    }
+    return Outcome(**(fields | changes))
+
+
+def judged(measured: Outcome | None, filled: Outcome | None = None) -> Probe:
+    prober: Any = Prober(options(limit=LIMIT, max_lag_s=None), SimpleNamespace(name="A1"), None)
+    probe: Probe = prober._judge(1000, 10, filled or outcome([]), measured, 1.0, 9.0)
+    return probe
+
+
+def test_a_probe_holds_if_nine_of_ten_users_get_the_limit() -> None:
+    assert judged(outcome([30.0] * 10)).holds
+    one_slow = judged(outcome([30.0] * 9 + [11.0]))
+    assert one_slow.holds
+    assert one_slow.rate_p50 == pytest.approx(30.0)
+    assert not judged(outcome([30.0] * 8 + [11.0] * 2)).holds
+    assert judged(outcome([LIMIT])).rate_p10 == pytest.approx(LIMIT)
+    cut = judged(None)
+    assert (cut.holds, cut.cut, cut.rate_p10, cut.measured_s) == (False, True, None, 9.0)
+
+
+@pytest.mark.parametrize("phase", ["filling", "measured"])
+def test_a_probe_with_a_bad_answer_does_not_hold(phase: str) -> None:
+    good = outcome([30.0] * 10)
+    bad = outcome([30.0] * 10)
+    bad.records[3] = replace(bad.records[3], error="HTTP 503")
+    probe = judged(bad, good) if phase == "measured" else judged(good, bad)
+    assert (probe.holds, probe.bad_answers, probe.error) == (False, 1, "HTTP 503")
+    bad.records[3] = replace(good.records[3], got_tokens=3)
+    assert judged(bad).error == "short answer"
+
+
+def test_a_probe_says_how_far_its_client_lagged() -> None:
+    # A token takes 33 ms; a quarter of that is below the floor of 10 ms.
+    assert judged(outcome([30.0] * 10)).lag is None
+    assert judged(outcome([30.0] * 10, lag_p99_s=0.02)).lag == "p99 20.0 ms over 10.0 ms"
 
 
 def llama(folder: Path) -> str:
