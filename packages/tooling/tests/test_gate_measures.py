@@ -191,3 +191,5 @@ def test_arm_figures_are_plain_json() -> None:
     assert len(figures["repeats"]) == 2
     json.dumps(figures, allow_nan=False)
     json.dumps(summarise(runs, "B", Slo(ttft=1), 2.0), allow_nan=False)
+    # An arm of a run that was aborted before its first slot.
+    assert summarise(runs, "C", Slo(ttft=1), 2.0)["pooled"]["requests"] == 0

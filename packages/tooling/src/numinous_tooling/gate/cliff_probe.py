@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,7 @@ class Prober:
             "concurrency": len(plans),
             # Filling is warm-up enough, and warm-up requests would push filled contexts out of the cache.
             "warmup": [],
-            "sessions": [asdict(plan) for plan in plans],
+            "sessions": [plan.to_json() for plan in plans],
         }
         command = [sys.executable, "-m", "numinous_tooling.gate.client"]
         stderr_log = options.out / f"client-{self._server.name}.log"

@@ -292,6 +292,8 @@ def steady_window(run: ArmRun) -> Window | str:
 
 def summarise_steady(runs: Sequence[ArmRun]) -> dict[str, Any]:
     """Return throughput and latencies inside the steady-state windows; `reason` alone where a run has none."""
+    if not runs:
+        return {"reason": "no runs"}
     windows = []
     for run in runs:
         window = steady_window(run)
