@@ -44,6 +44,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--never-engage", action="store_true")
     parser.add_argument("--always-engage", action="store_true")
     parser.add_argument("--with-child", action="store_true")
+    # Tokens are 400 times slower while more requests than this are under way.
+    parser.add_argument("--cliff-at", type=int)
     parser.add_argument("--no-health", action="store_true")
     parser.add_argument("--flush", choices=("sglang", "vllm", "none"), default="sglang")
     parser.add_argument("--refuse-ids", action="store_true")
@@ -238,17 +240,21 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        self.state.running += 1
-        time.sleep(TTFT_S * options.slow)
-        for index in range(1, count + 1):
-            if number == options.break_at and index == 2:
-                self.close_connection = True
+        with self.state.lock:
+            self.state.running += 1
+        try:
+            time.sleep(TTFT_S * options.slow)
+            for index in range(1, count + 1):
+                if number == options.break_at and index == 2:
+                    self.close_connection = True
+                    return
+                text = "{}" if number == options.nonsense_at else render(index, count, cached)
+                self._chunk(f"data: {text}\n\n")
+                crowded = options.cliff_at is not None and self.state.running > options.cliff_at
+                time.sleep(TPOT_S * options.slow * (400 if crowded else 1))
+        finally:
+            with self.state.lock:
                 self.state.running -= 1
-                return
-            text = "{}" if number == options.nonsense_at else render(index, count, cached)
-            self._chunk(f"data: {text}\n\n")
-            time.sleep(TPOT_S * options.slow)
-        self.state.running -= 1
         self._chunk("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 

@@ -13,6 +13,7 @@ pytest.importorskip("scipy")
 
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.measures import ArmRun
 from numinous_tooling.gate.resume import (
     RECORDS_FILE,
     STATE_FILE,
@@ -22,7 +23,6 @@ from numinous_tooling.gate.resume import (
     normal,
     write_records,
 )
-from numinous_tooling.gate.verdict import ArmRun
 
 SETTINGS = {"order": "ABBA", "arms": {"A": {"flags": ("--x",)}}, "requests": {1: "abc"}}
 

@@ -32,6 +32,8 @@ from numinous_tooling.gate.servers import free_port
 
 FAKE = Path(__file__).with_name("gate_fake_server.py")
 FEATURE = "scheduler.decode_burst"
+# On a busy machine two runs of one arm may differ by several times; a planted fault is then found with four.
+FOUR_EACH = "ABBAABBA"
 
 
 def fake_counters(state_dir: Path) -> dict[str, dict[str, int]]:
@@ -139,6 +141,7 @@ def bench(
         monkeypatch.setattr(
             report, "write_html", lambda _result, path: path.write_text("not drawn")
         )
+    monkeypatch.setenv("NUMINOUS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
     config = {"max_position_embeddings": 4096, "vocab_size": 4000}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
@@ -211,7 +214,7 @@ def test_stock_arm_has_no_feature_and_patched_arm_no_whitelist(
 
 
 def test_planted_slow_down_fails(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.run("--flags-b", "--slow 40", "--tolerance", "0.5") == 1
+    assert bench.run("--flags-b", "--slow 40", "--tolerance", "0.5", "--order", FOUR_EACH) == 1
     verdict = bench.verdict()
     assert verdict["verdict"] == "FAIL"
     words = {m["metric"]: m["word"] for m in verdict["comparisons"][0]["metrics"]}
@@ -469,7 +472,7 @@ def test_attached_servers_are_compared_and_left_alone(bench: Bench) -> None:
 
 
 def test_attached_slow_server_fails(bench: Bench) -> None:
-    options = small("--order", "ABBA", "--tolerance", "1")
+    options = small("--order", FOUR_EACH, "--tolerance", "1")
     assert bench.run_attached("", "--slow 40", *options) == 1
 
 

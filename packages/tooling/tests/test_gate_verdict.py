@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
+from statistics import fmean, variance
 
 import pytest
 
@@ -13,15 +15,24 @@ pytest.importorskip("httpx")
 pytest.importorskip("scipy")
 
 from numinous_tooling.gate.client import RequestRecord
-from numinous_tooling.gate.verdict import (
+from numinous_tooling.gate.measures import (
     METRICS,
     ArmRun,
-    Comparison,
-    bootstrap_interval,
-    compare,
-    lag_limit_s,
+    judged_metrics,
+    parse_slo,
     summarise,
     tpot_s,
+)
+from numinous_tooling.gate.verdict import (
+    ALPHA,
+    MAX_FURTHER,
+    Comparison,
+    Effect,
+    Noise,
+    compare,
+    holm,
+    lag_limit_s,
+    same_arm_noise,
 )
 
 TOLERANCES = {metric.name: 0.10 for metric in METRICS}
@@ -73,7 +84,7 @@ def make_runs(
 
 
 def judge(runs: list[ArmRun], **changes: object) -> Comparison:
-    settings: dict = {"features": [FEATURE], "tolerances": TOLERANCES, "seed": 0} | changes
+    settings: dict = {"features": [FEATURE], "tolerances": TOLERANCES} | changes
     return compare(runs, "A", "B", **settings)
 
 
@@ -213,12 +224,6 @@ def test_chunks_of_several_tokens() -> None:
     assert tpot_s([replace(record, chunks=((0.1, 3),))]) is None
 
 
-def test_interval_without_spread_is_a_point() -> None:
-    assert bootstrap_interval([0.5] * 8, 0) == (0.5, 0.5)
-    low, high = bootstrap_interval([0.1] * 7 + [0.2], 0)
-    assert 0.1 <= low <= high <= 0.2
-
-
 def test_figures() -> None:
     figures = summarise(make_runs(session_noise=0), "B")
     pooled = figures["pooled"]
@@ -230,3 +235,153 @@ def test_figures() -> None:
     assert len(figures["repeats"]) == 2
     assert figures["counters"] == {FEATURE: {"engaged": 10}}
     json.dumps(figures, allow_nan=False)
+
+
+def test_interval_is_students_over_runs() -> None:
+    """Worked by hand: run means (log) A 0, 0.02; B 0.10, 0.14; pooled sd sqrt((0.0002 + 0.0008) / 2), 2 df."""
+    effect = Effect(0.11, 2, 16, (Noise(math.sqrt(0.0005), 2),))
+    assert effect.half_width() == pytest.approx(4.302653 * math.sqrt(0.0005))
+    # t = (0.11 - 0.05) / sqrt(0.0005) = 2.683 on 2 degrees of freedom, one-sided.
+    assert effect.p_above(0.05) == pytest.approx(0.0577, abs=2e-4)
+    assert effect.p_below(0.05) == pytest.approx(1 - 0.0577, abs=2e-4)
+
+
+def test_sessions_do_not_stand_in_for_runs() -> None:
+    """What one server start does to all of its sessions is the noise of one run, however many sessions there are."""
+    few, many = (
+        judge(make_runs(run_noise=0.05, session_noise=0.001, sessions=sessions)).metrics[0]
+        for sessions in (4, 64)
+    )
+    assert few.noise == pytest.approx(many.noise, rel=0.1)
+    assert (few.repeats, few.pairs, many.pairs) == (2, 8, 128)
+
+
+def test_only_sessions_of_both_arms_count() -> None:
+    runs = make_runs(session_noise=0)
+    runs[0].records = [replace(r, session="only in A") for r in runs[0].records[:3]] + runs[
+        0
+    ].records
+    runs[1].records = [r for r in runs[1].records if r.session != "s7"]
+    metric = judge(runs).metrics[0]
+    assert metric.pairs == 15
+    assert metric.change == pytest.approx(0)
+
+
+def test_holm_is_that_of_statsmodels() -> None:
+    multitest = pytest.importorskip("statsmodels.stats.multitest")
+    rng = random.Random(4)
+    for _ in range(5):
+        p_values = [rng.random() ** 3 for _ in range(rng.randint(1, 6))]
+        expected = multitest.multipletests(p_values, method="holm")[1]
+        assert holm(p_values) == pytest.approx(list(expected))
+    assert holm([0.02, 0.02, 0.02]) == pytest.approx([0.06] * 3)
+
+
+def test_several_metrics_need_more_than_one_would() -> None:
+    """One metric alone is worse at 5 %, but among three that is no alarm; three of them at 1.6 % are."""
+    runs = make_runs(1.0, run_noise=0.01, session_noise=0.02, seed=3)
+    alone = judge(runs, metrics=METRICS[:1], tolerances=dict.fromkeys(TOLERANCES, 0.0)).metrics[0]
+    among = judge(runs, tolerances=dict.fromkeys(TOLERANCES, 0.0)).metrics[0]
+    assert alone.p_fail is not None
+    assert among.p_fail is not None
+    assert alone.p_fail < among.p_fail <= 3 * alone.p_fail
+
+
+def test_better_is_said_only_where_it_is_shown() -> None:
+    fast = judge(make_runs(0.8))
+    assert set(fast.improved) == {metric.label for metric in METRICS}
+    assert "time per output token is better" in fast.reasons
+    assert judge(make_runs()).improved == ()
+    doubtful = make_runs(0.8)
+    doubtful[1].lag_p99_s = 0.02
+    assert judge(doubtful).improved == ()
+
+
+def test_floor_widens_and_never_narrows() -> None:
+    runs = make_runs(0.9)
+    without = judge(runs).metrics[0]
+    for sd in (1e-6, 0.5):
+        floor = {metric.name: Noise(sd, 3) for metric in METRICS}
+        metric = judge(runs, floor=floor).metrics[0]
+        assert (without.low, without.high, metric.low, metric.high) != (None,) * 4
+        assert (metric.high or 0) - (metric.low or 0) >= (without.high or 0) - (without.low or 0)
+        assert metric.floor == pytest.approx(math.expm1(sd))
+    # The last, large floor takes a verdict away that the run alone would have given.
+    assert (without.word, metric.word, metric.better) == ("PASS", "INCONCLUSIVE", False)
+    assert judge(make_runs(3.0, repeats=1), floor=floor).word == "INCONCLUSIVE"
+
+
+def test_further_repeats_are_an_estimate_with_a_cap() -> None:
+    sure = judge(make_runs(1.0)).metrics[0]
+    assert sure.further_repeats is None
+    assert judge(make_runs(repeats=1)).metrics[0].further_repeats == 1
+    at_limit = judge(make_runs(1.10, session_noise=0.002, run_noise=0.03, seed=7)).metrics[0]
+    assert at_limit.word == "INCONCLUSIVE"
+    assert (
+        at_limit.further_repeats is None
+        or f"about {at_limit.further_repeats} further" in at_limit.reason
+    )
+    # Change 0.05 from the limit, noise 0.03: needs (t.975 + t.8) x 0.03 x sqrt(2 / R) <= 0.05.
+    effect = Effect(0.05, 2, 16, (Noise(0.03, 2),))
+    total = effect.repeats_to_decide(0.0, ALPHA)
+    assert total == 7
+    assert Effect(0.0001, 2, 16, (Noise(0.03, 2),)).repeats_to_decide(0.0, ALPHA) is None
+    assert effect.repeats + MAX_FURTHER == 22
+    # A wide floor asks for more.
+    floored = Effect(0.05, 2, 16, (Noise(0.03, 2), Noise(0.05, 3)))
+    assert (floored.repeats_to_decide(0.0, ALPHA) or 99) > 7
+
+
+def test_further_repeats_hold_what_they_promise() -> None:
+    """Where the truth is as seen, so many repeats decide in about four of five runs."""
+    noise, distance, repeats = 0.03, 0.05, 7
+    rng = random.Random(8)
+    decided = 0
+    trials = 2000
+    for _ in range(trials):
+        arms = [[rng.gauss(mean, noise) for _ in range(repeats)] for mean in (0.0, distance)]
+        sd = math.sqrt(fmean(map(variance, arms)))
+        change = fmean(arms[1]) - fmean(arms[0])
+        effect = Effect(change, repeats, 99, (Noise(sd, 2 * (repeats - 1)),))
+        decided += effect.p_above(0.0) <= ALPHA
+    assert 0.75 < decided / trials < 0.90
+
+
+def test_goodput_is_judged_in_points() -> None:
+    metrics = judged_metrics(parse_slo("ttft=0.3"))
+    tolerances = TOLERANCES | {"goodput": 0.05}
+    runs = make_runs(session_noise=0.01, sessions=32)
+    for run in runs:
+        # In arm B half of the answers, in arm A one of 96 is late.
+        late = 48 if run.arm == "B" else 1
+        run.records[:late] = [
+            replace(r, chunks=((9.0, 1), (9.1, r.got_tokens)), e2e_s=9.1)
+            for r in run.records[:late]
+        ]
+    goodput = judge(runs, metrics=metrics, tolerances=tolerances).metrics[-1]
+    assert goodput.change == pytest.approx(-47 / 96)
+    assert goodput.word == "FAIL"
+    # Equal shares in all runs show no scatter; 96 requests can still not show five points of 100.
+    same = make_runs(session_noise=0.01, sessions=32)
+    goodput = judge(same, metrics=metrics, tolerances=tolerances).metrics[-1]
+    assert (goodput.change, goodput.scale) == (0.0, "share")
+    assert goodput.noise == pytest.approx(math.sqrt((97 / 98) * (1 / 98) / 96))
+    assert goodput.low == pytest.approx(-4.302653 * (goodput.noise or 0))
+
+
+def test_no_answer_within_limits_is_no_error() -> None:
+    metrics = judged_metrics(parse_slo("ttft=0.001"))
+    goodput = judge(make_runs(), metrics=metrics, tolerances=TOLERANCES | {"goodput": 0.3}).metrics[
+        -1
+    ]
+    assert goodput.change == 0.0
+    assert goodput.word == "PASS"
+
+
+def test_noise_of_equal_arms_is_over_all_runs() -> None:
+    runs = make_runs(run_noise=0.1, session_noise=0.0, repeats=3)
+    noise = same_arm_noise(METRICS[2], runs)
+    values = [math.log(tpot_s(run.records) or 1) for run in runs]
+    assert noise is not None
+    assert (noise.sd, noise.df) == (pytest.approx(math.sqrt(variance(values))), 5)
+    assert same_arm_noise(METRICS[2], []) is None

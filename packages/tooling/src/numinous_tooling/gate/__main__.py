@@ -10,13 +10,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from numinous_tooling.gate import serving
+from numinous_tooling.gate import cliff, serving
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.options import bind_flag_values
 from numinous_tooling.gate.run import CountersReader, read_counters
 from numinous_tooling.gate.servers import Interrupts
 
-COMMANDS = {"serving": serving}
+COMMANDS = {"serving": serving, "cliff": cliff}
 
 
 def main(argv: Sequence[str] | None = None, counters_reader: CountersReader = read_counters) -> int:

@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from numinous_tooling.gate.errors import GateError
@@ -156,3 +157,9 @@ def digest(plans: tuple[SessionPlan, ...]) -> str:
     """Return the sha256 of a workload, so that a report can show that arms got the same one."""
     text = json.dumps([plan.to_json() for plan in plans], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a recording, which its name alone would not tell from another."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,8 +15,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from numinous_tooling.gate.measures import METRICS, ArmRun, tpot_s, units
 from numinous_tooling.gate.run import GateResult
-from numinous_tooling.gate.verdict import METRICS, ArmRun, Comparison, tpot_s, units
+from numinous_tooling.gate.verdict import Comparison
 
 COLOURS = {"A": "#4477aa", "B": "#cc6677", "C": "#ddaa33"}
 
@@ -102,13 +103,13 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
 def comparison_rows(comparison: Comparison) -> list[list[str]]:
     """Return one row per metric: label, change, interval, noise, allowed worsening, verdict."""
     rows = []
-    for metric, judged in zip(METRICS, comparison.metrics, strict=True):
-        allowed = f"{'-' if metric.higher_is_better else '+'}{judged.tolerance * 100:g} %"
+    for judged in comparison.metrics:
+        allowed = f"{'-' if judged.higher_is_better else '+'}{judged.tolerance * 100:g} %"
         interval = (
             "-" if judged.low is None else f"{_percent(judged.low)} … {_percent(judged.high)}"
         )
         noise = "-" if judged.noise is None else f"±{judged.noise * 100:.1f} %"
-        rows.append([metric.label, _percent(judged.change), interval, noise, allowed, judged.word])
+        rows.append([judged.label, _percent(judged.change), interval, noise, allowed, judged.word])
     return rows
 
 
@@ -195,8 +196,8 @@ def write_html(result: GateResult, path: Path) -> None:
     notes += [f"note: {note}" for note in document["notes"]]
     parts += [f"<p>{html.escape(note)}</p>" for note in notes]
     parts += [
-        "<p>Interval: bootstrap over session and repeat pairs, widened by the noise seen, which is the largest "
-        "difference between two repeats of one arm.</p>",
+        "<p>Interval: Student's, of the mean over repeats; noise: the scatter of one server run, which repeats of one "
+        "arm show. How both are made: numinous_tooling.gate.verdict.</p>",
         "<h2>Arms</h2>",
         _table(arm_head, [[label, *cells] for label, cells in figure_rows(document)]),
         "<p>Pooled over repeats; lowest and highest repeat in brackets.</p>",

@@ -15,7 +15,7 @@ from typing import Any
 
 from numinous_tooling.gate.conversation import record_of
 from numinous_tooling.gate.errors import GateError
-from numinous_tooling.gate.verdict import ArmRun
+from numinous_tooling.gate.measures import ArmRun
 
 STATE_FILE = "state.json"
 RECORDS_FILE = "records.jsonl"

@@ -9,15 +9,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from numinous_tooling.gate import prompts, provenance
+from numinous_tooling.gate import floor, prompts, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.conversation import Conversation, Counters, Outcome
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
+from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
 from numinous_tooling.gate.plan import ModelFacts, SessionPlan, Workload, build_warmup, digest
 from numinous_tooling.gate.progress import Progress, open_progress
 from numinous_tooling.gate.resume import (
@@ -37,7 +38,7 @@ from numinous_tooling.gate.servers import (
     free_port,
     served_model,
 )
-from numinous_tooling.gate.verdict import CONFIDENCE, ArmRun, Comparison, Word, compare, summarise
+from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
 
 CountersReader = Callable[[Path], Counters]
 
@@ -79,6 +80,9 @@ class GateOptions:
     resume: bool = False
     notes: tuple[str, ...] = ()
     """Lines for the reader of the verdict."""
+    slo: Slo | None = None
+    price_usd_h: float | None = None
+    floor_dir: Path = field(default_factory=floor.default_folder)
 
 
 @dataclass
@@ -152,6 +156,7 @@ class _Run:
         self.runs = self.state.runs
         self.slots = self.state.slots
         self.progress: Progress = open_progress(len(options.order), self.requests_per_slot)
+        self.floor = self._load_floor()
 
     @staticmethod
     def _versions(python: str) -> dict[str, str]:
@@ -176,12 +181,39 @@ class _Run:
             "concurrency": options.concurrency,
             "tolerances": dict(options.tolerances),
             "max_lag_s": options.max_lag_s,
+            "slo": None if options.slo is None else str(options.slo),
             "api": options.api,
             "prompts": options.prompts,
             "exact": options.exact,
             "dp_pin": options.dp_pin,
             "flush": options.flush,
         }
+
+    def _load_floor(self) -> floor.Floor | None:
+        """Return the noise floor of arm A's setting; None for servers whose setting is not known."""
+        options, arm = self.options, self.options.arms["A"]
+        if any(known.url is not None for known in options.arms.values()):
+            return None
+        how = ("concurrency", "api", "prompts", "exact", "dp_pin", "flush")
+        spec = options.workload
+        setting = floor.setting_of(
+            arm,
+            options.arms["B"].features,
+            model=options.model.path,
+            command=options.server_template,
+            versions=self.versions[arm.python],
+            workload={
+                "kind": spec.kind,
+                "sessions": spec.sessions,
+                "turns": max(len(plan.turns) for plan in self.plans[1]),
+                "length_scale": spec.length_scale,
+                **spec.describe(),
+                **{name: getattr(options, name) for name in how},
+            },
+            machine=provenance.machine(),
+            driver=provenance.driver_version(),
+        )
+        return floor.load(options.floor_dir, setting)
 
     def execute(self) -> GateResult:
         """Run the slots that are not finished yet, then judge."""
@@ -367,15 +399,23 @@ class _Run:
                 test,
                 features=options.arms[test].features,
                 tolerances=options.tolerances,
-                seed=options.workload.seed,
                 max_lag_s=options.max_lag_s,
+                metrics=metrics,
+                # The floor is that of arm A's setting; arm C has another.
+                floor=self.floor.noise() if self.floor and (base, test) == ("A", "B") else None,
             )
 
+        metrics = judged_metrics(options.slo)
         main = against("B", "A")
         comparisons = [main]
         if "C" in options.order:
             comparisons += [against("C", "A"), against("B", "C")]
         document = self._document(main.word, main.reasons, comparisons)
+        if self.floor is not None and floor.is_same_against_same(options.arms):
+            noise = floor.noise_of_run(self.runs, metrics, options.max_lag_s)
+            if noise:
+                self.floor.add(self.started_utc, str(options.out.resolve()), noise)
+            document["noise_floor"]["stored"] = bool(noise)
         self._write(document)
         return GateResult(main.word, main.reasons, self.runs, comparisons, document)
 
@@ -420,7 +460,7 @@ class _Run:
         spec = options.workload
         used = [letter for letter in options.arms if letter in options.order]
         return {
-            "schema": 1,
+            "schema": 2,
             "verdict": word,
             "reasons": list(reasons),
             "length_scale": spec.length_scale,
@@ -445,6 +485,9 @@ class _Run:
             "notes": [*options.notes, *self._notes()],
             "confidence": CONFIDENCE,
             "tolerances": dict(options.tolerances),
+            "noise_floor": self.floor and {**self.floor.described(), "stored": False},
+            "slo": None if options.slo is None else str(options.slo),
+            "price_usd_h": options.price_usd_h,
             "declared_trades": dict(options.trades),
             "arms": {
                 letter: {
@@ -457,7 +500,7 @@ class _Run:
                     "valid_answers": answer_validity(
                         record for r in self.runs if r.arm == letter for record in r.records
                     ),
-                    "figures": summarise(self.runs, letter)
+                    "figures": summarise(self.runs, letter, options.slo, options.price_usd_h)
                     if any(r.arm == letter for r in self.runs)
                     else None,
                 }

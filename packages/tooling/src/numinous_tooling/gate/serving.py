@@ -18,10 +18,12 @@ from numinous_tooling.gate import options as shared
 from numinous_tooling.gate import workload_options as workloads
 from numinous_tooling.gate.arms import attached_arms, parse_features, parse_order
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.floor import default_folder
+from numinous_tooling.gate.measures import METRICS, Metric, judged_metrics, parse_slo
 from numinous_tooling.gate.plan import ModelFacts, Workload
 from numinous_tooling.gate.run import CountersReader, GateOptions, run_gate
 from numinous_tooling.gate.servers import Interrupts, served_model
-from numinous_tooling.gate.verdict import EXIT_CODES, METRICS
+from numinous_tooling.gate.verdict import EXIT_CODES
 from numinous_tooling.gate.workload import read_model
 from numinous_tooling.gate.workload_traces import MooncakeSpec
 
@@ -112,6 +114,23 @@ def add_parser(commands: Any) -> None:
         metavar="MS",
         help="limit of the client's p99 lag; left out: from TPOT",
     )
+    add(
+        "--slo",
+        metavar="LIMITS",
+        help="judge goodput too: ttft=F,tpot=F,e2e=F in seconds, any of them",
+    )
+    add(
+        "--price",
+        type=shared.ratio,
+        metavar="USD_PER_HOUR",
+        help="of the server, for the cost per million tokens",
+    )
+    add(
+        "--floor-dir",
+        type=Path,
+        metavar="DIR",
+        help=f"noise floors of A/A runs; left out: {default_folder()}",
+    )
 
 
 def run(
@@ -162,13 +181,14 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         raise GateError(
             f"--prompts {prompts}: {model.path} has no tokenizer.json with words that are one token each; use --prompts ids"
         )
+    slo = None if options.slo is None else parse_slo(options.slo)
     return GateOptions(
         arms=arms,
         order=order,
         model=model,
         workload=workload,
         concurrency=workloads.concurrency(options, workload, gpu=gpu),
-        tolerances=_tolerances(options.tolerance, tolerance, trades),
+        tolerances=_tolerances(options.tolerance, tolerance, trades, judged_metrics(slo)),
         trades=trades,
         out=options.resume or shared.out_folder(options),
         server_template=shared.server_template(options),
@@ -189,6 +209,9 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         else "must",
         resume=options.resume is not None,
         notes=tuple(_notes(options, workload, model, attached=attached)),
+        slo=slo,
+        price_usd_h=options.price,
+        floor_dir=options.floor_dir or default_folder(),
     )
 
 
@@ -283,13 +306,16 @@ def _declared_trades(features: Sequence[str]) -> dict[str, float]:
 
 
 def _tolerances(
-    values: Sequence[str], default: float, trades: Mapping[str, float]
+    values: Sequence[str],
+    default: float,
+    trades: Mapping[str, float],
+    metrics: Sequence[Metric] = METRICS,
 ) -> dict[str, float]:
     """Parse `--tolerance 0.1` (all metrics) and `--tolerance ttft=0.5` (one); later ones win.
 
     Where none is given, a trade that a feature declares widens the default of its metric.
     """
-    tolerances = {m.name: max(default, trades.get(m.name, 0.0)) for m in METRICS}
+    tolerances = {m.name: max(default, trades.get(m.name, 0.0)) for m in metrics}
     for value in values:
         name, equals, text = value.rpartition("=")
         try:

@@ -2,16 +2,38 @@
 """From records to a verdict.
 
 **Units.** One value per metric, session and repeat: output tokens per second of waiting (tool gaps excluded), mean
-time to first token, time per output token after the first. Arms are paired by session and repeat, and compared by the
-logarithm of their ratio, in which a doubling and a halving weigh the same.
+time to first token, time per output token after the first; with limits (`--slo`) the share of requests within them.
+Arms are paired by session and repeat: only sessions with a value in both count. Times and rates are compared by the
+logarithm of their ratio, in which a doubling and a halving weigh the same, shares by their difference.
 
-**Interval.** 95 % bootstrap interval (BCa) of the mean over pairs, widened on both sides by the *noise seen*: the
-largest mean difference between two repeats of the same arm, A against A and the tested arm against itself. The sessions
-of one run share one server, so the bootstrap alone does not see what changes from run to run; the widening does, and
-makes the rule a careful one. Without a second repeat there is no noise figure and no metric can pass or fail.
+**Model.** All sessions of one run share a server, and what a server start does to one of them it does to all. So the
+run is the statistical unit, not the session: `y[arm, repeat]` is the mean of the log values over the sessions of one
+run. Its variance has a part from the server start and a part from the sessions; both are in the scatter of `y` over
+the repeats of one arm, and only there. The change is the mean over repeats of `y[B] - y[A]`, its standard error
+`s sqrt(2 / R)` with `s` the scatter within arms, pooled over both (`2 (R - 1)` degrees of freedom), and the interval is
+Student's. Why this one of the candidates (`python -m numinous_tooling.gate.simulate --methods` repeats the
+comparison): a bootstrap over sessions takes runs for independent sessions, and a bootstrap over repeats has too few of
+them, so both give too many false alarms, and widening the former by the largest difference of two repeats of one arm
+gives too many where server starts are all the noise, and ever fewer decisions the more repeats there are; the t
+interval over the differences of the slots is exact but has half the degrees of freedom, and at two repeats twelve
+standard errors decide little. The pooled interval is exact where
+repeats differ only by their server start, and errs on the careful side where repeats differ together (drift, other
+lengths per repeat), because that enters the scatter and not the change. What it needs: an order in which drift hits
+both arms alike (A B B A), and arms whose scatter is about the same (twice the scatter in one arm costs about a point
+of the 5 % at two repeats).
 
-**Per metric.** PASS: the whole interval is at or above the largest worsening allowed (the tolerance). FAIL: the whole
-interval is below it. INCONCLUSIVE: anything else, or fewer than `MIN_PAIRS` pairs.
+**Noise floor.** Where an A/A run of the same setting is stored (`floor`), its scatter is a lower bound: a metric
+passes, fails or counts as better only if it does so by the noise of this run *and* by the floor's, each with its own
+degrees of freedom; the interval shown is the wider one. A floor never makes a run decide that could not by itself.
+The scatter of shares has a lower bound of its own: that of drawing so many requests at the share seen.
+
+**Per metric.** PASS: the whole 95 % interval is at or above the largest worsening allowed (the tolerance; a share's is
+absolute: 0.05 is five points). FAIL: the whole interval is below it, and so is the change at an error rate of 5 % over
+*all* metrics of the comparison together (one-sided p values, Holm). *Better*: likewise above no change. INCONCLUSIVE:
+anything else, fewer than `MIN_PAIRS` pairs, or one repeat, which shows no noise; with the number of further repeats
+that would decide with 80 % chance if change and noise stayed as seen (an estimate from few runs, at most
+`MAX_FURTHER`). PASS needs no correction for several metrics: a run fails if any metric does, so their risks add up, but
+it passes only if every one does.
 
 **Overall**, for each comparison (B against A is the verdict of the run), the first line that applies:
 
@@ -22,96 +44,135 @@ interval is below it. INCONCLUSIVE: anything else, or fewer than `MIN_PAIRS` pai
    longer or shorter than planned.
 3. FAIL if a metric fails; INCONCLUSIVE if one is inconclusive; PASS otherwise.
 
-PASS therefore says "not worse than the tolerance", and the printed changes say whether it is better.
+PASS therefore says "not worse than the tolerance"; that B is better is said only of the metrics in `improved`.
+So where no metric's true change is beyond its tolerance, at most 5 % of runs fail, and far fewer where the changes are
+well inside; where any is beyond, at most 2.5 % of runs pass; where none is an improvement, at most 5 % claim one.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import fmean
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtr, stdtrit
 
-from numinous_tooling.gate.client import RequestRecord
+from numinous_tooling.gate.measures import (
+    METRICS,
+    ArmRun,
+    Metric,
+    by_repeat,
+    tpot_s,
+    units,
+)
 
 Word = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 EXIT_CODES: Mapping[Word, int] = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 
-CONFIDENCE = 0.95
-RESAMPLES = 9999
+FAMILY_ALPHA = 0.05
+"""Error rate of FAIL, and of "better", over all metrics of a comparison."""
+ALPHA = FAMILY_ALPHA / 2
+"""Error rate of one metric on one side of its interval."""
+CONFIDENCE = 1 - FAMILY_ALPHA
+POWER = 0.80
 MIN_PAIRS = 4
+MAX_FURTHER = 20
 # The client's p99 lag may be this share of the median time per output token, or this many seconds.
 LAG_SHARE = 0.25
 LAG_FLOOR_S = 0.010
 
-Unit = tuple[str, int]  # session, repeat
 
+@dataclass(frozen=True)
+class Noise:
+    """Scatter of one run's mean, on the scale of the comparison (log or share), with its degrees of freedom."""
 
-@dataclass
-class ArmRun:
-    """One server run: all of its records, and what was observed around it. Times in seconds."""
-
-    index: int
-    arm: str
-    repeat: int
-    records: list[RequestRecord]
-    wall_s: float
-    lag_p99_s: float
-    lag_max_s: float
-    other_cores: float = 0.0
-    """CPU cores that other programs kept busy during the replay."""
-    counters: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Per feature: `engaged` and `refused:<reason>` counts, warm-up excluded."""
-    gauges: dict[str, Any] = field(default_factory=dict)
-    """What the server said of itself meanwhile (`GaugeSampler.summary`)."""
-    client_cpu_share: float = 0.0
-    """CPU seconds of the measuring client per second of the replay."""
-    drift: float | None = None
-    """The server's prompt tokens against the planned ones, relative; None where it reports none."""
-    doubts: list[str] = field(default_factory=list)
-    """What made this run doubtful while it ran, one line each."""
-
-    @property
-    def name(self) -> str:
-        """Return for example `A2`: the second run of arm A."""
-        return f"{self.arm}{self.repeat}"
-
-    @property
-    def bad_answers(self) -> int:
-        """Return the number of failed and of short answers."""
-        return sum(1 for record in self.records if record.error or record.short)
+    sd: float
+    df: int
 
 
 @dataclass(frozen=True)
-class Metric:
-    """A judged quantity: how to get it from the records of one session in one repeat."""
+class Effect:
+    """One metric of two arms, measured: the change on the scale of the comparison, and what it is worth."""
 
-    name: str
-    label: str
-    unit: str
-    higher_is_better: bool
-    value: Callable[[Sequence[RequestRecord]], float | None]
+    change: float | None
+    repeats: int
+    pairs: int
+    noise: tuple[Noise, ...]
+    """That of this run and, where there is one, the floor's; empty with one repeat."""
+
+    def half_width(self) -> float:
+        """Return half of the 95 % interval, by the least favourable noise."""
+        return max(self._error(n) * float(stdtrit(n.df, 1 - ALPHA)) for n in self.noise)
+
+    def p_above(self, limit: float) -> float:
+        """Return the one-sided p value of "the true change is at most `limit`", by the least favourable noise."""
+        return max(self._p(n, limit) for n in self.noise)
+
+    def p_below(self, limit: float) -> float:
+        """Return the one-sided p value of "the true change is at least `limit`", by the least favourable noise."""
+        return Effect(-(self.change or 0.0), self.repeats, self.pairs, self.noise).p_above(-limit)
+
+    def repeats_to_decide(self, limit: float, alpha: float) -> int | None:
+        """Return how many repeats in all would tell the change seen from `limit`; None: too many.
+
+        `alpha` is the error rate of the decision, one-sided.
+        """
+        distance = abs((self.change or 0.0) - limit)
+        for repeats in range(max(2, self.repeats + 1), self.repeats + MAX_FURTHER + 1):
+            df = 2 * (repeats - 1)
+            if all(
+                distance
+                >= noise.sd
+                * math.sqrt(2 / repeats)
+                * sum(
+                    float(stdtrit(df if i == 0 else noise.df, level))
+                    for level in (1 - alpha, POWER)
+                )
+                for i, noise in enumerate(self.noise)
+            ):
+                return repeats
+        return None
+
+    def _error(self, noise: Noise) -> float:
+        return noise.sd * math.sqrt(2 / self.repeats)
+
+    def _p(self, noise: Noise, limit: float) -> float:
+        distance, error = (self.change or 0.0) - limit, self._error(noise)
+        if error == 0:
+            return 0.5 if distance == 0 else float(distance < 0)
+        return float(stdtr(noise.df, -distance / error))
 
 
 @dataclass(frozen=True)
 class MetricVerdict:
-    """One metric of one comparison; changes are relative (0.1 = 10 % more than the base arm)."""
+    """One metric of one comparison.
+
+    Changes, interval, noise and tolerance are relative (0.1 = 10 % more than the base arm), of a `share` metric
+    absolute (0.1 = ten points more). `noise` is the scatter of one run, `floor` that of the stored A/A run.
+    p values: `p_fail` and `p_better` adjusted for all metrics (Holm), `p_pass` by itself.
+    """
 
     metric: str
     label: str
+    scale: str
+    higher_is_better: bool
     word: Word
     change: float | None
     low: float | None
     high: float | None
     noise: float | None
+    floor: float | None
     tolerance: float
+    repeats: int
     pairs: int
+    p_fail: float | None
+    p_pass: float | None
+    p_better: float | None
+    better: bool
+    further_repeats: int | None
     reason: str
 
 
@@ -124,143 +185,179 @@ class Comparison:
     word: Word
     reasons: tuple[str, ...]
     metrics: tuple[MetricVerdict, ...]
+    improved: tuple[str, ...]
+    """Labels of the metrics of which "better" may be said."""
 
 
-def tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
-    """Return output tokens per second of waiting for them."""
-    waited_s = sum(record.e2e_s for record in records)
-    tokens = sum(record.got_tokens for record in records)
-    return tokens / waited_s if tokens and waited_s > 0 else None
+def run_means(
+    metric: Metric, base: Sequence[ArmRun], test: Sequence[ArmRun]
+) -> tuple[dict[int, tuple[float, float]], int]:
+    """Return, per repeat, the mean over paired sessions of both arms on the scale of comparison; and the pairs in all."""
+    transform = math.log if metric.scale == "ratio" else float
+    ours, theirs = (by_repeat(units(runs, metric)) for runs in (base, test))
+    means: dict[int, tuple[float, float]] = {}
+    pairs = 0
+    for repeat in sorted(ours.keys() & theirs.keys()):
+        sessions = sorted(ours[repeat].keys() & theirs[repeat].keys())
+        if sessions:
+            pairs += len(sessions)
+            means[repeat] = (
+                fmean(transform(ours[repeat][s]) for s in sessions),
+                fmean(transform(theirs[repeat][s]) for s in sessions),
+            )
+    return means, pairs
 
 
-def mean_ttft_s(records: Sequence[RequestRecord]) -> float | None:
-    """Return the mean time to first token in seconds."""
-    times = [record.ttft_s for record in records if record.ttft_s is not None]
-    return fmean(times) if times else None
+def share_sd(share: float, requests: float) -> float:
+    """Return the least scatter of a share of so many requests: two added answers, one within, keep it above 0."""
+    smoothed = (share * requests + 1) / (requests + 2)
+    return math.sqrt(smoothed * (1 - smoothed) / requests)
 
 
-def tpot_s(records: Sequence[RequestRecord]) -> float | None:
-    """Return seconds per output token after the first chunk, over all answers of more than one chunk."""
-    spans = [
-        (r.chunks[-1][0] - r.chunks[0][0], r.chunks[-1][1] - r.chunks[0][1])
-        for r in records
-        if len(r.chunks) > 1
-    ]
-    tokens = sum(count for _, count in spans)
-    seconds = sum(span for span, _ in spans)
-    return seconds / tokens if tokens and seconds > 0 else None
+def measure(
+    metric: Metric, base: Sequence[ArmRun], test: Sequence[ArmRun], floor: Noise | None
+) -> Effect:
+    """Return the change from `base` to `test` with the noise to judge it by."""
+    means, pairs = run_means(metric, base, test)
+    if not means:
+        return Effect(None, 0, 0, ())
+    ours, theirs = zip(*means.values(), strict=True)
+    change = fmean(theirs) - fmean(ours)
+    if len(means) < 2:
+        return Effect(change, 1, pairs, ())
+    noise = [Noise(math.sqrt((variance(ours) + variance(theirs)) / 2), 2 * (len(means) - 1))]
+    if floor is not None:
+        noise.append(floor)
+    if metric.scale == "share":
+        requests = fmean(len(run.records) for run in (*base, *test))
+        least = share_sd(fmean((*ours, *theirs)), requests)
+        noise = [Noise(max(n.sd, least), n.df) for n in noise]
+    return Effect(change, len(means), pairs, tuple(noise))
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric("tok_s_user", "output tok/s per user", "tok/s", True, tokens_per_s),
-    Metric("ttft", "time to first token", "s", False, mean_ttft_s),
-    Metric("tpot", "time per output token", "s", False, tpot_s),
-)
+def same_arm_noise(metric: Metric, runs: Sequence[ArmRun]) -> Noise | None:
+    """Return the scatter of runs that all serve the same (an A/A run); None for fewer than two."""
+    ours = [run for run in runs if run.arm == "A"]
+    theirs = [run for run in runs if run.arm == "B"]
+    means, _ = run_means(metric, ours, theirs)
+    values = [value for both in means.values() for value in both]
+    return Noise(math.sqrt(variance(values)), len(values) - 1) if len(values) > 1 else None
 
 
-def units(runs: Sequence[ArmRun], metric: Metric) -> dict[Unit, float]:
-    """Return the metric per session and repeat; sessions without a value are left out."""
-    values: dict[Unit, float] = {}
-    for run in runs:
-        by_session: dict[str, list[RequestRecord]] = {}
-        for record in run.records:
-            by_session.setdefault(record.session, []).append(record)
-        for session, records in by_session.items():
-            value = metric.value(records)
-            if value is not None:
-                values[session, run.repeat] = value
-    return values
-
-
-def log_ratios(base: Mapping[Unit, float], test: Mapping[Unit, float]) -> list[float]:
-    """Return log(test / base) of each unit that both have."""
-    return [math.log(test[unit] / base[unit]) for unit in sorted(base.keys() & test.keys())]
-
-
-def same_arm_difference(values: Mapping[Unit, float]) -> float | None:
-    """Return the largest mean log ratio, as a magnitude, between neighbouring repeats of one arm; None for one."""
-    repeats = sorted({repeat for _, repeat in values})
-    largest: float | None = None
-    for first, second in pairwise(repeats):
-        ratios = [
-            math.log(values[session, second] / values[session, first])
-            for session, repeat in values
-            if repeat == first and (session, second) in values
-        ]
-        if ratios:
-            largest = max(largest or 0.0, abs(fmean(ratios)))
-    return largest
-
-
-def bootstrap_interval(ratios: Sequence[float], seed: int) -> tuple[float, float]:
-    """Return the bootstrap interval of the mean."""
-    sample = np.asarray(ratios)
-    spread = float(sample.min()), float(sample.max())
-    if np.ptp(sample) < 1e-12:  # BCa is undefined without spread
-        return spread
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        result = stats.bootstrap(
-            (sample,),
-            np.mean,
-            n_resamples=RESAMPLES,
-            confidence_level=CONFIDENCE,
-            method="BCa",
-            rng=np.random.default_rng(seed),
-        )
-    interval = float(result.confidence_interval.low), float(result.confidence_interval.high)
-    # Undefined too where all but one pair agree; the sample's own range is then the careful answer.
-    return interval if all(map(math.isfinite, interval)) else spread
-
-
-def judge_metric(
-    metric: Metric, base: Sequence[ArmRun], test: Sequence[ArmRun], tolerance: float, seed: int
-) -> MetricVerdict:
-    """Judge one metric by the rule in the module docstring; `tolerance` is the relative worsening allowed."""
-    base_values, test_values = units(base, metric), units(test, metric)
-    ratios = log_ratios(base_values, test_values)
-    own = same_arm_difference(base_values), same_arm_difference(test_values)
-    noise = None if own[0] is None else max(own[0], own[1] or 0.0)
-
-    def answer(
-        word: Word, reason: str, interval: tuple[float, float] | None = None
-    ) -> MetricVerdict:
-        return MetricVerdict(
-            metric=metric.name,
-            label=metric.label,
-            word=word,
-            change=math.expm1(fmean(ratios)) if ratios else None,
-            low=math.expm1(interval[0]) if interval else None,
-            high=math.expm1(interval[1]) if interval else None,
-            noise=None if noise is None else math.expm1(noise),
-            tolerance=tolerance,
-            pairs=len(ratios),
-            reason=reason,
-        )
-
-    if len(ratios) < MIN_PAIRS:
-        return answer("INCONCLUSIVE", f"{len(ratios)} pairs, at least {MIN_PAIRS} needed")
-    low, high = bootstrap_interval(ratios, seed)
-    if noise is None:
-        return answer(
-            "INCONCLUSIVE",
-            "one repeat of arm A shows no noise; use an order such as ABBA",
-            (low, high),
-        )
-    low, high = low - noise, high + noise
-    # Seen so that a positive number is an improvement.
-    if metric.higher_is_better:
-        worst, best, limit = low, high, math.log1p(-min(tolerance, 1 - 1e-9))
+def oriented(metric: Metric, effect: Effect, tolerance: float) -> tuple[Effect, float]:
+    """Return effect and limit seen so that a positive number is an improvement."""
+    if metric.scale == "share":
+        limit = -tolerance
+    elif metric.higher_is_better:
+        limit = math.log1p(-min(tolerance, 1 - 1e-9))
     else:
-        worst, best, limit = -high, -low, -math.log1p(tolerance)
-    if worst >= limit:
-        return answer("PASS", "not worse than the tolerance", (low, high))
-    if best < limit:
-        return answer("FAIL", "worse than the tolerance", (low, high))
-    return answer(
-        "INCONCLUSIVE",
-        "the interval holds the tolerance; more sessions, turns or repeats decide",
-        (low, high),
+        limit = -math.log1p(tolerance)
+    if metric.higher_is_better or effect.change is None:
+        return effect, limit
+    return Effect(-effect.change, effect.repeats, effect.pairs, effect.noise), limit
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p values adjusted by Holm's step-down: the chance of one false alarm among all keeps the nominal rate.
+
+    statsmodels' `multipletests` gives the same (a test compares them), but collects garbage at every call, which
+    would make a thousand trials take minutes.
+    """
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def judge_metrics(
+    metrics: Sequence[Metric],
+    base: Sequence[ArmRun],
+    test: Sequence[ArmRun],
+    tolerances: Mapping[str, float],
+    floor: Mapping[str, Noise],
+) -> tuple[MetricVerdict, ...]:
+    """Judge all metrics of a comparison by the rule in the module docstring."""
+    effects = [measure(metric, base, test, floor.get(metric.name)) for metric in metrics]
+    seen = [
+        oriented(metric, effect, tolerances[metric.name])
+        for metric, effect in zip(metrics, effects, strict=True)
+    ]
+    # A metric that cannot be tested keeps its place in the family, with a p value that rejects nothing.
+    testable = [bool(effect.noise) and effect.pairs >= MIN_PAIRS for effect, _ in seen]
+    p_fail = holm(
+        [e.p_below(limit) if ok else 1.0 for (e, limit), ok in zip(seen, testable, strict=True)]
+    )
+    p_better = holm(
+        [e.p_above(0.0) if ok else 1.0 for (e, _), ok in zip(seen, testable, strict=True)]
+    )
+    return tuple(
+        _verdict(metric, effect, good, limit, tolerances[metric.name], (fail, better), len(seen))
+        for metric, effect, (good, limit), fail, better in zip(
+            metrics, effects, seen, p_fail, p_better, strict=True
+        )
+    )
+
+
+def _verdict(
+    metric: Metric,
+    effect: Effect,
+    good: Effect,
+    limit: float,
+    tolerance: float,
+    p_adjusted: tuple[float, float],
+    family: int,
+) -> MetricVerdict:
+    back = math.expm1 if metric.scale == "ratio" else float
+    tested = bool(effect.noise) and effect.pairs >= MIN_PAIRS
+    p_fail, p_better = p_adjusted
+    p_pass = good.p_above(limit) if tested else None
+    below = tested and good.p_below(limit) <= ALPHA
+    further: int | None = None
+    word: Word = "INCONCLUSIVE"
+    if effect.pairs < MIN_PAIRS:
+        reason = f"{effect.pairs} pairs, at least {MIN_PAIRS} needed"
+    elif p_pass is None:
+        reason = "one repeat shows no noise; use an order such as ABBA"
+        further = 1
+    elif p_pass <= ALPHA:
+        word, reason = "PASS", "not worse than the tolerance"
+    elif below and p_fail <= FAMILY_ALPHA:
+        word, reason = "FAIL", "worse than the tolerance"
+    else:
+        fails = (good.change or 0.0) < limit
+        total = good.repeats_to_decide(limit, FAMILY_ALPHA / family if fails else ALPHA)
+        further = None if total is None else total - effect.repeats
+        seen = "worse than the tolerance, but not by the error rate of all metrics together"
+        reason = f"{seen if below else 'the interval holds the tolerance'}; " + (
+            f"more than {MAX_FURTHER} further repeats would be needed"
+            if further is None
+            else f"about {further} further repeat{'s' * (further > 1)} would decide"
+        )
+    half = effect.half_width() if effect.noise else None
+    change = effect.change
+    interval = None if half is None or change is None else (change - half, change + half)
+    return MetricVerdict(
+        metric=metric.name,
+        label=metric.label,
+        scale=metric.scale,
+        higher_is_better=metric.higher_is_better,
+        word=word,
+        change=None if change is None else back(change),
+        low=back(interval[0]) if interval else None,
+        high=back(interval[1]) if interval else None,
+        noise=back(effect.noise[0].sd) if effect.noise else None,
+        floor=back(effect.noise[1].sd) if len(effect.noise) > 1 else None,
+        tolerance=tolerance,
+        repeats=effect.repeats,
+        pairs=effect.pairs,
+        p_fail=p_fail if tested else None,
+        p_pass=p_pass,
+        p_better=p_better if tested else None,
+        better=tested and good.p_above(0.0) <= ALPHA and p_better <= FAMILY_ALPHA,
+        further_repeats=further,
+        reason=reason,
     )
 
 
@@ -334,19 +431,25 @@ def compare(
     *,
     features: Sequence[str],
     tolerances: Mapping[str, float],
-    seed: int,
     max_lag_s: float | None = None,
+    metrics: Sequence[Metric] = METRICS,
+    floor: Mapping[str, Noise] | None = None,
 ) -> Comparison:
     """Judge one arm against another by the rule in the module docstring.
 
-    `features` must have run in the tested arm; `tolerances` gives the worsening allowed per metric name; `max_lag_s`
-    replaces the limit that follows from the time per output token.
+    Args:
+        runs: all runs; those of other arms are left out.
+        base_arm: the letter to compare with.
+        test_arm: the letter to judge.
+        features: must have run in the tested arm.
+        tolerances: the worsening allowed, per metric name.
+        max_lag_s: replaces the limit of the client's lag that follows from the time per output token.
+        metrics: what is judged.
+        floor: noise of the stored A/A run, per metric name.
     """
     base = [run for run in runs if run.arm == base_arm]
     test = [run for run in runs if run.arm == test_arm]
-    metrics = tuple(
-        judge_metric(metric, base, test, tolerances[metric.name], seed) for metric in METRICS
-    )
+    judged = judge_metrics(metrics, base, test, tolerances, floor or {})
 
     failures = never_engaged(test, features)
     bad_base, bad_test = (sum(run.bad_answers for run in arm) for arm in (base, test))
@@ -357,65 +460,21 @@ def compare(
     doubtful = doubts([*base, *test], max_lag_s)
     if bad_base:
         doubtful.insert(0, f"{bad_base} failed or short answers in arm {base_arm}")
-    failed = [f"{m.label}: {m.reason}" for m in metrics if m.word == "FAIL"]
-    open_questions = [f"{m.label}: {m.reason}" for m in metrics if m.word == "INCONCLUSIVE"]
+    failed = [f"{m.label}: {m.reason}" for m in judged if m.word == "FAIL"]
+    open_questions = [f"{m.label}: {m.reason}" for m in judged if m.word == "INCONCLUSIVE"]
+    better = tuple(m.label for m in judged if m.better)
 
     steps: tuple[tuple[Word, list[str]], ...] = (
         ("FAIL", failures),
         ("INCONCLUSIVE", doubtful),
         ("FAIL", failed),
         ("INCONCLUSIVE", open_questions),
+        (
+            "PASS",
+            ["no metric is worse than its tolerance", *(f"{label} is better" for label in better)],
+        ),
     )
-    for word, reasons in steps:
-        if reasons:
-            return Comparison(base_arm, test_arm, word, tuple(reasons), metrics)
-    return Comparison(
-        base_arm, test_arm, "PASS", ("no metric is worse than its tolerance",), metrics
-    )
-
-
-def percentiles(values: Sequence[float], points: Sequence[int]) -> dict[str, float | None]:
-    """Return named percentiles, None each where there are no values."""
-    if not values:
-        return {f"p{point}": None for point in points}
-    return {f"p{point}": float(np.percentile(np.asarray(values), point)) for point in points}
-
-
-def summarise_run(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """Return the printed figures of one run, or of several pooled."""
-    records = [record for run in runs for record in run.records]
-    wall_s = sum(run.wall_s for run in runs)
-    output = sum(record.got_tokens for record in records)
-    prompt = sum(record.prompt_tokens for record in records)
-    cached = sum(record.cached_tokens or 0 for record in records)
-    per_user = list(units(runs, METRICS[0]).values())
-    return {
-        "requests": len(records),
-        "output_tok_s": output / wall_s if wall_s else None,
-        "total_tok_s": (output + prompt) / wall_s if wall_s else None,
-        "tok_s_user": percentiles(per_user, (10, 50, 90)),
-        "ttft_s": percentiles([r.ttft_s for r in records if r.ttft_s is not None], (50, 90)),
-        "tpot_s": percentiles([v for r in records if (v := tpot_s([r])) is not None], (50, 90)),
-        "e2e_s": percentiles([r.e2e_s for r in records if r.error is None], (50, 90)),
-        "cache_hit_rate": cached / prompt if prompt else None,
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "errors": sum(1 for r in records if r.error),
-        "short_answers": sum(1 for r in records if r.short),
-    }
-
-
-def summarise(runs: Sequence[ArmRun], arm: str) -> dict[str, Any]:
-    """Return an arm's pooled figures, the same for each repeat (the spread), and its counters summed."""
-    own = [run for run in runs if run.arm == arm]
-    counters: dict[str, dict[str, int]] = {}
-    for run in own:
-        for feature, counts in run.counters.items():
-            total = counters.setdefault(feature, {})
-            for key, count in counts.items():
-                total[key] = total.get(key, 0) + count
-    return {
-        "pooled": summarise_run(own),
-        "repeats": [summarise_run([run]) for run in own],
-        "counters": counters,
-    }
+    word, reasons = next((word, reasons) for word, reasons in steps if reasons)
+    # Nothing is claimed of a run that is in doubt.
+    improved = () if failures or doubtful else better
+    return Comparison(base_arm, test_arm, word, tuple(reasons), judged, improved)

@@ -27,6 +27,7 @@ from numinous_tooling.gate.plan import (
     ModelFacts,
     SessionPlan,
     Turn,
+    file_digest,
     mark_messages,
 )
 from numinous_tooling.gate.workload import START_SPREAD_S, tool_gap_s
@@ -161,4 +162,8 @@ class TextSpec:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings for verdict.json."""
-        return {"trace": self.trace.name, "speedup": self.speedup}
+        return {
+            "trace": self.trace.name,
+            "trace_sha256": file_digest(self.trace),
+            "speedup": self.speedup,
+        }

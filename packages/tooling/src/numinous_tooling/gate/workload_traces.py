@@ -25,6 +25,7 @@ from numinous_tooling.gate.plan import (
     Turn,
     check_size,
     draw,
+    file_digest,
 )
 
 BLOCK_TOKENS = 512
@@ -123,6 +124,7 @@ class MooncakeSpec:
         """Return the settings for verdict.json."""
         return {
             "trace": self.trace.name,
+            "trace_sha256": file_digest(self.trace),
             "speedup": self.speedup,
             "block_tokens": max(1, round(BLOCK_TOKENS * self.length_scale)),
         }

@@ -22,7 +22,7 @@ TOOLING_VARIABLES = {
     "NUMINOUS_STRICT": "1 (default): a feature that cannot be proven in place ends the process; 0: serve stock, warn",
     "NUMINOUS_STATE_DIR": "folder of process records and counters (default: <tmp>/numinous-<uid>)",
     "NUMINOUS_ENGINE": "wheel or directory that `check` and `doctor` judge instead of the installed engine",
-    "NUMINOUS_CACHE": "folder of downloaded models (default: ~/.cache/numinous)",
+    "NUMINOUS_CACHE": "folder of downloaded models and of gate noise floors (default: ~/.cache/numinous)",
     "NUMINOUS_RUN": "set by the boot code: id shared by the processes of one server",
     "NUMINOUS_DROPPED": "set by the boot code under NUMINOUS_STRICT=0: features that the main process gave up",
     "NUMINOUS_COMMIT": "commit that `bench --evidence` records where the sources are no git checkout",
