@@ -61,7 +61,7 @@ def before_forward(runner, batch, *args, **kwargs):
         nap(1.2)
     if "stalls" in FAULTS and batch.forward_mode.is_decode() and decodes == 8:
         compile_kernel()
-    if "location" in FAULTS and decodes == 4:
+    if "location" in FAULTS and decodes == 16:
         batch.out_cache_loc[-1] = 1_000_000
 
 
@@ -126,11 +126,22 @@ def until(condition: Callable[[], object], running, seconds: float = 60) -> None
         time.sleep(0.05)
 
 
-def test_planted_stalls_are_found_and_an_idle_server_has_none(serve, planted, capsys):
-    limit = {STALL_TRACER.flag: "1", f"{STALL_TRACER.flag}_LIMIT_MS": "400"}
+POST = """
+import sys, urllib.request
+request = urllib.request.Request(sys.argv[1] + "/generate", sys.argv[2].encode(), {"Content-Type": "application/json"})
+urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).read()
+"""
+
+
+def test_planted_stalls_idle_time_and_a_fatal_location(serve, planted, capsys):
+    both = {
+        STALL_TRACER.flag: "1",
+        f"{STALL_TRACER.flag}_LIMIT_MS": "400",
+        ACCESS_LOCATOR.flag: "1",
+    }
     # Sleeps up to a second at a time while idle: longer than the limit.
     with serve(
-        "--disable-overlap-schedule", "--sleep-on-idle", **limit, **planted("stalls")
+        "--disable-overlap-schedule", "--sleep-on-idle", **both, **planted("stalls location")
     ) as running:
         running.generate([5, 6, 7], new_tokens=3)
         stalls = lambda: read(running.state, stall_tracer.KIND)
@@ -156,11 +167,31 @@ def test_planted_stalls_are_found_and_an_idle_server_has_none(serve, planted, ca
         assert running.totals(STALL_TRACER.id)["engaged"] >= 14
         assert all(record["mode"] for record in stalls()), "no stall without a batch"
         state = str(running.state)
+
+        body = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+        prompt, ids = [[8, 9, 10], [11, 12, 13]], ["first", "second"]
+        request = subprocess.Popen(
+            [sys.executable, "-c", POST, running.server.url, json.dumps({"input_ids": prompt, "rid": ids, "sampling_params": body})]
+        )  # fmt: skip
+        try:
+            until(lambda: read(running.state, access_locator.KIND), running)
+        finally:
+            request.kill()
+            request.wait()
+        until(lambda: "Scheduler hit an exception" in running.server.log.read_text(), running)
     assert diag(["stalls", "--state-dir", state]) == 1
     shown = capsys.readouterr().out
     assert "(ended): " in shown
     assert "JIT Triton: planted_kernel" in shown
     assert "planted_topic:nap:" in shown
+
+    (record,) = read(Path(state), access_locator.KIND)
+    assert (record["operation"], record["layer"]) == ("out_cache_loc", None)
+    assert (record["value"], record["bound"], record["mode"]) == (1_000_000, 8193, "DECODE")
+    assert record["request"] == "second", "the last row of the batch"
+    assert record["requests"] == ["first", "second"]
+    assert diag(["access", "--state-dir", state]) == 1
+    assert "out_cache_loc[1] = 1000000, legal are 0 to 8192" in capsys.readouterr().out
 
 
 def test_overlap_schedule_silent_write_and_bytes(serve, planted, tiny_model, capsys):
@@ -204,33 +235,3 @@ def test_overlap_schedule_silent_write_and_bytes(serve, planted, tiny_model, cap
         assert diag(["bytes", "--config", config, "--url", running.server.url, *half]) == 1
         rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
         assert rows["KV bytes per token"]["holds"] is False
-
-
-def test_a_location_out_of_range_is_named_before_the_server_ends(serve, planted, capsys):
-    with serve(**{ACCESS_LOCATOR.flag: "1"}, **planted("location")) as running:
-        state = str(running.state)
-        body = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-        prompt, ids = [[8, 9, 10], [11, 12, 13]], ["first", "second"]
-        request = subprocess.Popen(
-            [sys.executable, "-c", POST, running.server.url, json.dumps({"input_ids": prompt, "rid": ids, "sampling_params": body})]
-        )  # fmt: skip
-        try:
-            until(lambda: read(running.state, access_locator.KIND), running)
-        finally:
-            request.kill()
-            request.wait()
-        until(lambda: "Scheduler hit an exception" in running.server.log.read_text(), running)
-    (record,) = read(Path(state), access_locator.KIND)
-    assert (record["operation"], record["layer"]) == ("out_cache_loc", None)
-    assert (record["value"], record["bound"], record["mode"]) == (1_000_000, 8193, "DECODE")
-    assert record["request"] == "second", "the last row of the batch"
-    assert record["requests"] == ["first", "second"]
-    assert diag(["access", "--state-dir", state]) == 1
-    assert "out_cache_loc[1] = 1000000, legal are 0 to 8192" in capsys.readouterr().out
-
-
-POST = """
-import sys, urllib.request
-request = urllib.request.Request(sys.argv[1] + "/generate", sys.argv[2].encode(), {"Content-Type": "application/json"})
-urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).read()
-"""

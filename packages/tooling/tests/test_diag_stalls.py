@@ -41,6 +41,179 @@ class Clock:
 
 def batch(requests: int = 3, tokens: int = 0, mode: SimpleNamespace = DECODE) -> SimpleNamespace:
     return SimpleNamespace(forward_mode=mode, reqs=[None] * requests, extend_num_tokens=tokens)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tracer(clock, monkeypatch, tmp_path) -> StallTracer:
+    """A tracer that the hooks use, with counters and state folder of its own."""
+    monkeypatch.setenv("NUMINOUS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setattr(counters, "_table", counters.Table())
+    made = StallTracer(LIMIT, counters.counters(STALL_TRACER.id), clock, lambda: clock.now // 10)
+    monkeypatch.setattr(stall_tracer, "_tracer", made)
+    made.next_iteration()
+    return made
+
+
+def turn(clock, overlap=False, **took: float) -> None:
+    """One turn of an event loop; `took` says how many milliseconds each call takes. No ``run_batch``: it idles."""
+
+    def call(name: str, *arguments: object) -> None:
+        around = getattr(stall_tracer, f"around_{name}")
+        around(lambda *a: clock.take(took.get(name, 1)), *arguments)
+
+    stall_tracer.before_ingest_requests(None)
+    call("recv_requests")
+    call("process_input_requests")
+    clock.take(took.get("between", 0))
+    call("get_next_batch_to_run")
+    if "run_batch" in took:
+        call("run_batch", None, batch())
+        if overlap:
+            call("launch_batch_sample_if_needed")
+        call("process_batch_result", None, batch(), None)
+    else:
+        call("on_idle")
+
+
+def found(tracer) -> list[dict]:
+    stall_tracer.before_ingest_requests(None)
+    return [stall_tracer.record_of(stall, [], set(), tracer) for stall in tracer.stalls]
+
+
+def test_fast_iterations_are_no_stalls(tracer, clock):
+    for _ in range(50):
+        turn(clock, run_batch=90)
+    assert found(tracer) == []
+    assert counters.table().totals()[STALL_TRACER.id] == {"engaged": 50}
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "run_batch",
+        "process_batch_result",
+        "get_next_batch_to_run",
+        "process_input_requests",
+        "launch_batch_sample_if_needed",
+        "between",
+    ],
+)
+def test_a_slow_phase_is_named(tracer, clock, phase):
+    turn(clock, run_batch=5)
+    turn(clock, overlap=True, **({"run_batch": 5} | {phase: 250}))
+    turn(clock, run_batch=5)
+    (record,) = found(tracer)
+    assert record["phase"] == phase
+    assert record["phases_ms"][phase] == 250
+    assert record["iteration"] == 3
+    assert 250 < record["ms"] < 265
+    assert record["cpu_ms"] == pytest.approx(record["ms"] / 10, rel=0.01)
+    assert (record["mode"], record["requests"], record["ended"]) == ("DECODE", 3, True)
+
+
+def test_a_decode_batch_has_no_tokens_of_a_prefill(tracer, clock):
+    stall_tracer.around_run_batch(lambda *a: clock.take(500), None, batch(tokens=9))
+    assert found(tracer)[0]["tokens"] == 0
+
+
+def test_an_idle_server_does_not_stall(tracer, clock):
+    for _ in range(5):
+        turn(clock, on_idle=5000)
+    # A rank that waits in the broadcast for one that sleeps in its own on_idle.
+    for _ in range(5):
+        turn(clock, recv_requests=5000)
+    assert found(tracer) == []
+    assert STALL_TRACER.id not in counters.table().totals()
+
+
+def test_waiting_for_requests_beside_running_ones_is_a_stall(tracer, clock):
+    turn(clock, run_batch=5)
+    turn(clock, run_batch=5, recv_requests=500)
+    (record,) = found(tracer)
+    assert record["phase"] == "recv_requests"
+
+
+def test_work_after_idle_counts_without_the_wait(tracer, clock):
+    turn(clock)
+    turn(clock, recv_requests=5000, run_batch=120)
+    (record,) = found(tracer)
+    assert record["phase"] == "run_batch"
+    assert 120 < record["ms"] < 130
+
+
+def test_a_phase_inside_another_keeps_its_own_time(tracer, clock):
+    def outer(*_arguments: object) -> None:
+        clock.take(10)
+        stall_tracer.around_process_batch_result(lambda *a: clock.take(200), None, batch(), None)
+        clock.take(20)
+
+    stall_tracer.around_run_batch(outer, None, batch())
+    (record,) = found(tracer)
+    assert record["phases_ms"]["run_batch"] == 30
+    assert record["phases_ms"]["process_batch_result"] == 200
+
+
+def test_an_exception_leaves_the_phase(tracer):
+    def fails(*_arguments: object) -> None:
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        stall_tracer.around_run_batch(fails, None, batch())
+    assert tracer.phase == stall_tracer.BETWEEN
+
+
+def test_hooks_before_the_first_turn_are_stock(monkeypatch):
+    monkeypatch.setattr(stall_tracer, "_tracer", None)
+    assert stall_tracer.around_run_batch(lambda scheduler, b: "stock", None, batch()) == "stock"
+
+
+def test_the_garbage_collector_is_named(tracer, clock):
+    turn(clock, run_batch=5)
+    stall_tracer.before_ingest_requests(None)
+    gc.callbacks.append(lambda phase, info: clock.take(300) if phase == "stop" else None)
+    gc.callbacks.append(tracer.collector)
+    try:
+        gc.collect()
+    finally:
+        del gc.callbacks[-2:]
+    tracer.holds(batch())
+    (record,) = found(tracer)
+    assert record["collector_ms"] == 300
+    assert "garbage collection, 300 ms" in line_of(record)
+
+
+# Frames ----------------------------------------------------------------------------------------------------------
+
+
+def run_as(module: str, function: str, local: dict[str, object], inner):
+    """Call `inner` from a function of a module of that name which has these local variables."""
+    body = "".join(f"    {name} = _local[{name!r}]\n" for name in local)
+    space = {"__name__": module, "_local": local, "_inner": inner}
+    exec(f"def {function}():\n{body}    return _inner()\n", space)
+    return space[function]()
+
+
+def look_from(*calls: tuple[str, str, dict[str, object]]) -> frames.Sight:
+    """What is seen of a thread whose innermost frames are `calls`, outermost first."""
+    if not calls:
+        return frames.look(sys._getframe(), skip=__name__)
+    (module, function, local), *rest = calls
+    return run_as(module, function, local, lambda: look_from(*rest))
+
+
+def test_engine_frame_and_innermost_frame():
+    seen = look_from(
+        ("sglang.srt.managers.scheduler", "run_batch", {}),
+        ("numinous_tooling.patching.hooks", "numinous_forward", {}),
+        ("sglang.srt.layers.attention", "forward", {}),
+        ("torch.nn.modules", "call", {}),
+        ("numinous_tooling.patching.hooks", "numinous_call", {}),
+    )
     assert seen.engine == "sglang.srt.layers.attention:forward:2"
     assert seen.innermost == "torch.nn.modules:call:2"
     assert seen.jit == ()

@@ -282,9 +282,10 @@ def cause_of(record: dict[str, Any]) -> str:
         return "JIT " + "; ".join(record["jit"])
     if record["collector_ms"] > record["ms"] / 2:
         return f"garbage collection, {record['collector_ms']:.0f} ms"
-    return (
-        record["frame"] or "no frame: it ended, or held the interpreter lock, before one was read"
-    )
+    if record["frame"] is None:
+        return "no frame: it ended, or held the interpreter lock, before one was read"
+    inner = "" if record["innermost"] == record["frame"] else f", in {record['innermost']}"
+    return f"{record['frame']}{inner}"
 
 
 def line_of(record: dict[str, Any]) -> str:
