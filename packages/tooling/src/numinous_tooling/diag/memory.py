@@ -47,16 +47,26 @@ URL_TIMEOUT_S = 30
 KV_OF_TORCH = {"bfloat16": "bf16", "float16": "bf16", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
 """dtype of the engine's pool -> rows of the byte model; float32 is made from bf16."""
 
+KV_OF_ARGUMENT = {
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+}
+"""--kv-cache-dtype -> dtype of the pool; ``auto`` is the model's."""
+
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
+# The draft model's pool is not the target's; a pool sized after the graphs were captured says so in other words.
+_POOL = r"^(?!.*Draft).*KV [Cc]ache (?:is )?allocated\. dtype: torch\."
 _LINES = {
     "begin": rf"Load weight begin\. avail mem={_NUMBER} GB",
     "weights": rf"Load weight end\. .*mem usage={_NUMBER} GB",
     "loaded": rf"Load weight end\. .*avail mem={_NUMBER} GB",
-    "k": rf"^(?!.*Draft).*KV Cache is allocated\. .*\bK size: {_NUMBER} GB",
-    "v": rf"^(?!.*Draft).*KV Cache is allocated\. .*\bV size: {_NUMBER} GB",
-    "kv": rf"^(?!.*Draft).*KV Cache is allocated\. .*\bKV size: {_NUMBER} GB",
-    "kv_tokens": r"^(?!.*Draft).*KV Cache is allocated\. .*#tokens: (\d+)",
-    "kv_dtype": r"^(?!.*Draft).*KV Cache is allocated\. dtype: torch\.(\w+)",
+    "k": rf"{_POOL}.*\bK size: {_NUMBER} GB",
+    "v": rf"{_POOL}.*\bV size: {_NUMBER} GB",
+    "kv": rf"{_POOL}.*\bKV size: {_NUMBER} GB",
+    "kv_tokens": rf"{_POOL}.*#tokens: (\d+)",
+    "kv_dtype": rf"{_POOL}(\w+)",
     "conv": rf"Mamba Cache is allocated\. .*conv_state size: {_NUMBER}GB",
     "ssm": rf"Mamba Cache is allocated\. .*ssm_state size: {_NUMBER}GB",
     "slots": r"Mamba Cache is allocated\. max_mamba_cache_size: (\d+)",
@@ -150,7 +160,7 @@ def from_log(text: str, where: str = "log") -> Measured:
 
     return Measured(
         weights=gib("weights"),
-        kv=gib("k", "v", "kv") if "k" in found else gib("kv"),
+        kv=gib("k", "v", "kv"),
         kv_tokens=whole("kv_tokens"),
         kv_type=found.get("kv_dtype"),
         dtype=found.get("dtype"),
@@ -185,7 +195,7 @@ def from_server_info(info: Mapping[str, Any], where: str = "/server_info") -> Me
         weights=usage["weight"] * GIB,
         kv=usage["kvcache"] * GIB,
         kv_tokens=usage["token_capacity"],
-        kv_type=None,
+        kv_type=KV_OF_ARGUMENT.get(str(info.get("kv_cache_dtype"))),
         dtype=None if dtype == "auto" else dtype,
         graphs=graphs * GIB if graphs else None,
         tokens=info.get("max_total_num_tokens"),
