@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numinous_tooling.patching import Feature, Hook, Option, stock_pin
+from numinous_tooling.patching import Feature, Hook, Option, Pin, stock_pin
+from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
 
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
@@ -93,7 +94,13 @@ ACCESS_LOCATOR = Feature(
             kind="before",
             call=f"{LOCATOR}:before_forward",
             pins=(
-                stock_pin(f"{RUNNER}.forward", "02f187dd7a18fcbb"),
+                Pin(
+                    f"{RUNNER}.forward",
+                    {
+                        STOCK: "02f187dd7a18fcbb",
+                        f"{STOCK} + upstream.dp_experts_slice": "649a044104683962",
+                    },
+                ),
                 # Builds the batch that is checked: which tensors are indices, and into what.
                 stock_pin(
                     "sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new",
@@ -108,14 +115,19 @@ ACCESS_LOCATOR = Feature(
                 kind="before",
                 call=f"{LOCATOR}:before_kv_write",
                 pins=(
-                    stock_pin(f"{POOL}:{name}", digest),
+                    Pin(f"{POOL}:{name}", {STOCK: digest, **patched}),
                     stock_pin(f"{POOL}:unwrap_write_loc", "8fcf8d930ffe95ca"),
                 ),
             )
-            for number, name, digest in (
-                (3, "MHATokenToKVPool.set_kv_buffer", "41361be959e33d6f"),
-                (4, "MLATokenToKVPool.set_kv_buffer", "2befb62d015f52c2"),
-                (5, "MLATokenToKVPool.set_mla_kv_buffer", "764ef270ba66b00c"),
+            for number, name, digest, patched in (
+                (
+                    3,
+                    "MHATokenToKVPool.set_kv_buffer",
+                    "41361be959e33d6f",
+                    {f"{STOCK} + upstream.fp8_kv_store": "da0d20febc1334bc"},
+                ),
+                (4, "MLATokenToKVPool.set_kv_buffer", "2befb62d015f52c2", {}),
+                (5, "MLATokenToKVPool.set_mla_kv_buffer", "764ef270ba66b00c", {}),
             )
         ),
         Hook(
