@@ -254,7 +254,7 @@ def test_a_compiler_within_another_and_its_unnamed_frames():
 
 
 @pytest.mark.parametrize(
-    "module", ["triton.runtime.jit", "torch._dynamo.eval_frame", "flashinfer.decode", "tritonx.compiler"]
+    "module", ["triton.runtime.jit", "torch._dynamo.eval_frame", "flashinfer.decode", "triton.compiler_tools"]
 )  # fmt: skip
 def test_what_only_launches_is_no_compiler(module):
     assert look_from((module, "run", {"self": KERNEL})).jit == ()
@@ -352,6 +352,25 @@ def test_frames_of_one_stall_are_not_those_of_the_next(tracer, clock, watchdog, 
     assert first["samples"] == 7
     assert (second["samples"], second["frame"]) == (0, None)
     assert "no frame" in cause_of(second)
+
+
+def test_each_stall_has_its_own_frames(tracer, clock, watchdog, tmp_path):
+    stuck(tracer, clock, watchdog, rounds=8, step_ms=30)
+    stuck(tracer, clock, watchdog, rounds=5, step_ms=30)
+    watchdog.round()
+    samples = [record["samples"] for record in read(tmp_path / "state", stall_tracer.KIND)]
+    assert samples == [7, 4]
+
+
+def test_a_frame_seen_too_late_is_dropped(tracer, clock, watchdog, monkeypatch):
+    def slow_look(frame, skip):
+        stall_tracer.before_ingest_requests(None)  # the iteration ends meanwhile
+        return frames.look(frame, skip)
+
+    monkeypatch.setattr(stall_tracer, "look", slow_look)
+    clock.take(200)
+    assert watchdog.round() == 0
+    assert watchdog.sights == []
 
 
 def test_the_thread_sleeps_until_half_the_limit(tracer, clock, watchdog):
