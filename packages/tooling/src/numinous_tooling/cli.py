@@ -315,6 +315,17 @@ def bytes_(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def diag(context: typer.Context) -> None:
+    """Stalls of a server, its first index out of range, its memory against the model (see `numinous diag`)."""
+    from .diag.command import diag as run
+
+    raise typer.Exit(run(context.args))
+
+
 def _finish(result: tuple[dict[str, Any], int], as_json: bool) -> None:
     report, code = result
     if as_json:

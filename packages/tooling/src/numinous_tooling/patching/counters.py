@@ -271,7 +271,7 @@ def forget_dead(folder: Path | None = None, older_than_s: float = 24 * 3600) -> 
     for process in list(read_processes(folder)):
         if not process.alive and time.time() - process.record["utc"] > older_than_s:
             stem = f"{process.pid}-{process.record['start']}"
-            for suffix in (".json", ".counters"):
-                (folder / (stem + suffix)).unlink(missing_ok=True)
+            for path in folder.glob(f"{stem}.*"):  # .json, .counters, records of diagnostics
+                path.unlink(missing_ok=True)
             removed += 1
     return removed

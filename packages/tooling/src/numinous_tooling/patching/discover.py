@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which features are installed: the entry-point group ``numinous.features``."""
+"""Which features are installed: tooling's own, and those of the entry-point group ``numinous.features``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def installed_features() -> list[Feature]:
         PatchError: a topic package is broken or two packages claim one id. A broken package is never skipped: its
             user would serve stock without knowing.
     """
-    found: dict[str, tuple[Feature, str]] = {}
+    # Imported here: the declarations are made of this package's classes.
+    from numinous_tooling.diag.features import FEATURES
+
+    found: dict[str, tuple[Feature, str]] = {f.id: (f, "numinous-tooling") for f in FEATURES}
     for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name):
         origin = f"entry point {entry.name} = {entry.value}"
         try:

@@ -23,6 +23,7 @@ WORDS = {
     "spec": "speculative",
     "upstream": "upstream-fixes",
     "tooling": "tooling",
+    "diag": "tooling",  # diagnostics that a user switches on; `tooling` is for what runs with every feature
 }
 """First word of a feature id -> folder that owns it."""
 
