@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from numinous_tooling.gate import serving
+from numinous_tooling.gate.accuracy import command as accuracy
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.options import bind_flag_values
 from numinous_tooling.gate.run import CountersReader, read_counters
 from numinous_tooling.gate.servers import Interrupts
 
-COMMANDS = {"serving": serving}
+COMMANDS = {"serving": serving, "accuracy": accuracy}
 
 
 def main(argv: Sequence[str] | None = None, counters_reader: CountersReader = read_counters) -> int:
