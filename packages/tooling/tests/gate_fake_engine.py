@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for the engine's HTTP server with a language model of 128 tokens, run by the accuracy tests as an arm.
+"""A stand-in for the engine's HTTP server with a language model of 128 tokens, run by the accuracy tests in a thread or as an arm's command.
 
 Its next-token distribution is a function of the last two tokens; `--shift` disturbs it as a wrong kernel would,
 `--jitter` adds what depends on the size of the batch, as stock kernels have it. Tokens are characters. It keeps a
-prefix cache and misbehaves on request; `--when-cached` restricts the shift to requests that found a prefix.
+prefix cache and misbehaves on request; `--when-cached` restricts the shift to requests that found a prefix, `--wobble-from` makes answers depend on the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,19 @@ TABLE = np.random.default_rng(1).normal(0, 2.0, (VOCABULARY, VOCABULARY))
 NOISE = np.random.default_rng(2).normal(0, 1.0, (VOCABULARY, VOCABULARY))
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--chunked-prefill-size", type=int, default=-1)
     parser.add_argument("--shift", type=float, default=0.0)
     parser.add_argument("--jitter", type=float, default=0.0)
     parser.add_argument("--when-cached", action="store_true")
     parser.add_argument("--no-cache", action="store_true")
     parser.add_argument("--dirty-cache", action="store_true")
+    parser.add_argument("--wobble-from", type=int)
     for fault in ("die", "hang", "nonsense", "nan", "error", "wrong-tokens"):
         parser.add_argument(f"--{fault}-at", type=int)
-    return parser.parse_known_args()[0]
+    return parser.parse_known_args(given)[0]
 
 
 class Model:
@@ -46,6 +49,7 @@ class Model:
         self.lock = threading.Lock()
         self.cache: set[tuple[int, ...]] = set()
         self.served = 0
+        self.released = threading.Event()
 
     def cached(self, ids: list[int], limit: int) -> int:
         if self.options.dirty_cache:
@@ -64,6 +68,9 @@ class Model:
         logits = TABLE[ids[-1]] + 0.5 * TABLE[ids[-2] if len(ids) > 1 else 0]
         shift = self.options.shift if cached or not self.options.when_cached else 0.0
         logits = logits + shift * NOISE[ids[-1]] + self.options.jitter * batch * NOISE[ids[-1] - 1]
+        wobble = self.options.wobble_from
+        if wobble is not None and self.served >= wobble:
+            logits = logits + 1e-6 * self.served * NOISE[ids[-1]]
         logits = logits - logits.max()
         return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
@@ -133,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
         if now == options.die_at:
             os._exit(3)
         if now == options.hang_at:
-            time.sleep(120)
+            self.model.released.wait(120)
         if now == options.error_at:
             self.reply({"error": "no memory left"}, 500)
             return
@@ -168,21 +175,36 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
+@contextlib.contextmanager
+def serving(flags: str = "") -> Iterator[str]:
+    """Serve in a thread of this process for the length of a block; gives the address."""
+    model = Model(arguments(flags.split()))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"model": model}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        model.released.set()
+        server.shutdown()
+        server.server_close()
+
+
 def main() -> None:
     options = arguments()
+    Handler.model = Model(options)
     state = os.environ.get("NUMINOUS_STATE_DIR")
     if state and os.environ.get("NUMINOUS_SCHEDULER_DECODE_BURST"):
-        # As a feature that engages once per second from the first request on would count.
         threading.Thread(target=count, args=(Path(state),), daemon=True).start()
-    Handler.model = Model(options)
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
 
 
 def count(state: Path) -> None:
+    """Write what a feature that engages with each request would have counted."""
     while True:
-        engaged = Handler.model.served if hasattr(Handler, "model") else 0
         temporary = state / "totals.tmp"
-        temporary.write_text(json.dumps({"scheduler.decode_burst": {"engaged": engaged}}))
+        temporary.write_text(
+            json.dumps({"scheduler.decode_burst": {"engaged": Handler.model.served}})
+        )
         temporary.replace(state / "totals.json")
         time.sleep(0.01)
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("scipy")
 pytest.importorskip("statsmodels")
 
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
@@ -74,17 +74,21 @@ def test_equal_distributions_have_no_distance(a, k):
     assert high <= ROUNDING
 
 
-@given(LOGITS, arrays(np.float64, VOCABULARY, elements=st.floats(-0.1, 0.1)))
-def test_upper_estimate_holds_where_unlisted_tokens_change_no_more_than_listed_ones(a, change):
-    # The assumption of the estimate, made true: the listed tokens change by the largest amount.
-    ids, _ = listed(a, 8)
-    change[ids[0]] = 0.2
-    b = a + change
-    full = stats.entropy(np.exp(log_softmax(a)), np.exp(log_softmax(b)))
-    actual = np.abs(log_softmax(a) - log_softmax(b))
-    both = np.intersect1d(ids, listed(b, 8)[0])
-    assume(actual.max() <= actual[both].max())  # else the normaliser moved the others further
-    assert kl_bounds(*listed(a, 8), *listed(b, 8), VOCABULARY)[1] >= full - ROUNDING
+def test_upper_estimate_holds_where_unlisted_tokens_change_no_more_than_listed_ones():
+    generator = np.random.default_rng(11)
+    met = 0
+    for _ in range(400):
+        a = generator.normal(0, 2, VOCABULARY)
+        b = a + generator.normal(0, 0.3, VOCABULARY)
+        one, two = listed(a, 8), listed(b, 8)
+        change = np.abs(log_softmax(a) - log_softmax(b))
+        both = np.intersect1d(one[0], two[0])
+        if change.max() > change[both].max():
+            continue  # the assumption of the estimate
+        met += 1
+        full = stats.entropy(np.exp(log_softmax(a)), np.exp(log_softmax(b)))
+        assert kl_bounds(*one, *two, VOCABULARY)[1] >= full - ROUNDING
+    assert met >= 20
 
 
 def test_positions_after_the_tokens_part_are_left_out():

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 from scipy import stats
-from scipy.special import logsumexp
 
 CONFIDENCE = 0.95
 RESAMPLES = 1999
@@ -145,7 +144,8 @@ def kl_bounds(
     p_log, q_log = base[in_base], test[in_test]
     if vocabulary is not None and len(in_base) == vocabulary:
         # Sums of fp32 probabilities are not exactly 1, which would leave a term of first order.
-        p_log, q_log = p_log - logsumexp(p_log), q_log - logsumexp(q_log)
+        p_log = p_log - np.log(np.exp(p_log).sum())
+        q_log = q_log - np.log(np.exp(q_log).sum())
         exact = max(0.0, float(np.sum(np.exp(p_log) * (p_log - q_log))))
         return exact, exact
     rest_p = max(REST_FLOOR, 1.0 - float(np.exp(p_log).sum()))
@@ -268,14 +268,17 @@ def mean_by_sequence(values: Floats, sequence: Ints, seed: int) -> Estimate:
 def _percentile_by_sequence(values: Floats, sequence: Ints, point: float, seed: int) -> Estimate:
     """Return a percentile over positions, with the percentile interval from resampled sequences."""
     value = float(np.percentile(values, point))
-    groups = [values[sequence == group] for group in np.unique(sequence)]
+    groups, index = np.unique(sequence, return_inverse=True)
     if len(groups) < MIN_SEQUENCES:
         return Estimate(value, None, None)
     generator = np.random.default_rng(seed)
-    drawn = [
-        float(np.percentile(np.concatenate([groups[i] for i in chosen]), point))
-        for chosen in generator.integers(len(groups), size=(RESAMPLES // 4, len(groups)))
-    ]
+    order = np.argsort(values)
+    ranked, owner = values[order], index[order]
+    drawn = []
+    for chosen in generator.integers(len(groups), size=(RESAMPLES // 4, len(groups))):
+        # How often a value is in the resample: as often as its sequence.
+        passed = np.cumsum(np.bincount(chosen, minlength=len(groups))[owner])
+        drawn.append(ranked[np.searchsorted(passed, point / 100 * passed[-1])])
     tail = 50 * (1 - CONFIDENCE)
     low, high = (float(np.percentile(drawn, at)) for at in (tail, 100 - tail))
     return Estimate(value, low, high)

@@ -163,8 +163,17 @@ def histograms(positions: Mapping[str, tuple[Positions, Positions]]) -> Figure:
     top = max(float(values.max()) for pair in logs.values() for values in pair)
     edges = np.linspace(np.log10(PLOT_FLOOR), max(top, -3.0) + 0.1, 60)
     for axes, (row, (own, floor)) in zip(panels, logs.items(), strict=True):
-        axes.hist(floor, edges, color="#999999", alpha=0.6, label="A against A (floor)")
-        axes.hist(own, edges, color=COLOURS["B"], alpha=0.6, label="B against A")
+        axes.hist(
+            floor,
+            edges,
+            color="#999999",
+            alpha=0.6,
+            histtype="stepfilled",
+            label="A against A (floor)",
+        )
+        axes.hist(
+            own, edges, color=COLOURS["B"], alpha=0.6, histtype="stepfilled", label="B against A"
+        )
         axes.set_ylabel(f"{ROWS[row]}\npositions", rotation=0, ha="right", va="center")
         axes.set_yscale("symlog")
     panels[0].legend()

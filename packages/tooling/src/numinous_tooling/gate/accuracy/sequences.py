@@ -208,7 +208,8 @@ def _cut(
             edges.append(edges[-1] + len(segment.text))
         marked = [edge for edge, segment in zip(edges, document, strict=False) if segment.protocol]
         target = next((edge for edge in marked if edge >= place), marked[-1] if marked else place)
-        start = max(0, min(target, edges[-1]) - length)  # about a quarter of the window before it
+        # Before it, half a window of characters: an eighth of the window, with common tokenisers.
+        start = max(0, min(target, edges[-1]) - length // 2)
     pieces: list[tuple[str, bool]] = []
     at = 0
     for segment in document:
