@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the gate: `python -m numinous_tooling.gate serving [options]`.
+"""Command line of the gates: `python -m numinous_tooling.gate serving | accuracy | cliff | compare [options]`.
 
 Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, bad usage, or no verdict (a server died, the run was interrupted).
 """
@@ -10,13 +10,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from numinous_tooling.gate import cliff, serving
+from numinous_tooling.gate import cliff, compare, serving
+from numinous_tooling.gate.accuracy import command as accuracy
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.options import bind_flag_values
 from numinous_tooling.gate.run import CountersReader, read_counters
 from numinous_tooling.gate.servers import Interrupts
 
-COMMANDS = {"serving": serving, "cliff": cliff}
+COMMANDS = {"serving": serving, "accuracy": accuracy, "cliff": cliff, "compare": compare}
 
 
 def main(argv: Sequence[str] | None = None, counters_reader: CountersReader = read_counters) -> int:

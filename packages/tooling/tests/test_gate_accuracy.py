@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole accuracy runs against a fake engine: verdicts, floors, faults, servers that die, hang or answer nonsense."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("scipy")
+pytest.importorskip("statsmodels")
+pytest.importorskip("matplotlib")
+
+from numinous_tooling.gate.__main__ import main
+from numinous_tooling.gate.accuracy import report
+from numinous_tooling.gate.servers import free_port
+
+FAKE = Path(__file__).with_name("gate_fake_engine.py")
+_spec = importlib.util.spec_from_file_location("gate_fake_engine", FAKE)
+_fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_fake)
+serving = _fake.serving
+FEATURE = "scheduler.decode_burst"
+
+
+def fake_counters(state_dir: Path) -> dict[str, dict[str, int]]:
+    """Read what the fake engine wrote for its feature."""
+    file = state_dir / "totals.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+@dataclass
+class Bench:
+    """A folder with a model that has only a config, and the arguments of a short run."""
+
+    folder: Path
+    capsys: pytest.CaptureFixture[str]
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def model(self) -> str:
+        model = self.folder / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text('{"vocab_size": 128}')
+        return str(model)
+
+    def main(self, *extra: str, a: str = "", b: str = "") -> int:
+        """Judge two fake engines in threads, each with its flags."""
+        chunk = " --chunked-prefill-size 40"
+        with serving(a + chunk) as url_a, serving(b + chunk) as url_b:
+            return main(["accuracy", "--url-a", url_a, "--url-b", url_b, *self.size(), *extra])
+
+    def start(self, *extra: str, b: str = "") -> int:
+        """Judge two fake engines that the gate starts as its arms."""
+        command = f"{{python}} {FAKE} --port {{port}}"
+        arguments = ["accuracy", "--server-command", command, "--device", "gpu", "--chunk", "40"]
+        return main([*arguments, f"--flags-b={b}", *self.size(), *extra], fake_counters)
+
+    def size(self) -> list[str]:
+        arguments = ["--model", self.model(), "--out", str(self.out), "--sequences", "4"]
+        arguments += ["--tokens", "24", "--decode-tokens", "4", "--stall-timeout", "30"]
+        return arguments
+
+    @property
+    def document(self) -> dict:
+        return json.loads((self.out / "verdict.json").read_text())
+
+    def words(self) -> dict[str, str]:
+        return {row["row"]: row["word"] for row in self.document["rows"]}
+
+    def problems(self, count: int) -> str:
+        """Write problems of the test's own."""
+        lines = [
+            {
+                "question": f"Ann has {n} pears and buys {n + 2} more. How many are that?",
+                "answer": f"She has {n} + {n + 2} = <<{n}+{n + 2}={2 * n + 2}>>{2 * n + 2}.\n#### {2 * n + 2}",
+            }
+            for n in range(count)
+        ]
+        path = self.folder / "problems.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(path)
+
+
+@pytest.fixture
+def bench_with_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Bench:
+    return Bench(tmp_path, capsys)
+
+
+@pytest.fixture
+def bench(bench_with_page: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Without the HTML page, whose plots take longer than the rest of a run."""
+    monkeypatch.setattr(report, "write_html", lambda result, path: None)
+    return bench_with_page
+
+
+def test_stock_against_stock_passes_and_leaves_all_files(bench_with_page: Bench):
+    bench = bench_with_page
+    assert bench.main("--gsm8k", bench.problems(8), "--gsm8k-count", "6") == 0
+    document = bench.document
+    assert document["verdict"] == "PASS"
+    assert document["method"]["distribution"] == "full vocabulary"
+    words = bench.words()
+    assert (
+        words.pop("exact_match") == "INCONCLUSIVE"
+    )  # six problems have no power, and do not decide
+    assert set(words) == {"cold", "hit", "chunked", "decode", "protocol", "gold", "gold_loss"}
+    assert set(words.values()) == {"PASS"}
+    assert document["gsm8k"] == {"problems": 6, "in_file": 8, "published_test_split": False}
+    with np.load(bench.out / "positions.npz") as arrays:
+        assert len(arrays["cold.B.kl_low"]) == 12 * 23
+        assert len(arrays["decode.floor.kl_high"]) == 12 * 4
+    sequences = (bench.out / "sequences.jsonl").read_text().splitlines()
+    assert len(sequences) == 12 + 4
+    assert len((bench.out / "gsm8k.jsonl").read_text().splitlines()) == 6
+    page = (bench.out / "report.html").read_text()
+    assert "PASS" in page
+    assert "data:image/png" in page
+    printed = bench.capsys.readouterr().out
+    assert "points would be seen at 80 % power" in printed
+    assert not list(bench.out.glob("state-*"))
+
+
+def test_a_shifted_distribution_fails_every_row(bench: Bench):
+    assert bench.main("--gsm8k", bench.problems(6), b="--shift 0.5") == 1
+    words = bench.words()
+    assert words.pop("exact_match") == "INCONCLUSIVE"
+    words.pop("gold_loss")  # noise in the logits may help on a given text
+    assert set(words.values()) == {"FAIL"}
+
+
+def test_a_fault_in_the_cache_shows_where_the_cache_is_read(bench: Bench):
+    assert bench.main(b="--shift 0.5 --when-cached") == 1
+    words = bench.words()
+    assert words["hit"] == "FAIL"
+    assert words["cold"] == words["chunked"] == words["protocol"] == "PASS"
+
+
+def test_the_limit_follows_the_floor(bench: Bench):
+    """What stock does to itself from batch to batch is no fault of B; the same without that floor is one."""
+    assert bench.main(a="--jitter 0.03", b="--jitter 0.03 --shift 0.02") == 0
+    floors = {row["row"]: row["floor"] for row in bench.document["rows"]}
+    assert min(floors.values()) > 1e-4
+    assert bench.main(b="--shift 0.02") == 1
+
+
+def test_top_k_bounds_are_stated_and_decide(bench: Bench):
+    assert bench.main("--top-k", "16") == 0
+    assert bench.document["method"]["distribution"] == "top k and rest"
+    assert "16 most likely tokens" in bench.capsys.readouterr().out
+    assert bench.main("--top-k", "16", b="--shift 0.5") == 1
+    cold = next(row for row in bench.document["rows"] if row["row"] == "cold")
+    assert cold["distance"]["kl_low"]["value"] < cold["distance"]["kl_high"]["value"]
+
+
+def test_bit_exact_mode_names_the_first_difference(bench: Bench):
+    assert bench.main("--bit-exact") == 0
+    assert set(bench.words().values()) == {"PASS"}
+    assert bench.main("--bit-exact", b="--shift 1e-6") == 1
+    assert "first difference in prose-0: sequence 0, position " in bench.capsys.readouterr().out
+
+
+def test_bit_exact_mode_claims_nothing_where_stock_is_not(bench: Bench):
+    # Cold, hit (two each), chunked and decode take 52 requests; the repeat begins after them.
+    assert bench.main("--bit-exact", a="--wobble-from 53") == 2
+    assert "stock differs from itself in" in bench.capsys.readouterr().out
+
+
+def test_a_feature_that_never_engaged_cannot_pass(bench: Bench):
+    assert bench.start("--features", "scheduler.other_thing") == 1
+    assert bench.document["reasons"] == ["B: scheduler.other_thing never ran (no counters)"]
+
+
+def test_an_engaged_feature_is_counted_row_by_row(bench: Bench):
+    assert bench.start("--features", FEATURE) == 0
+    assert bench.document["arms"]["B"]["counters"][FEATURE]["engaged"] > 0
+    assert bench.document["arms"]["A"]["counters"] == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--no-cache", "no cached prefix was found"),
+        ("--dirty-cache", "tokens came from the cache in cold prefill"),
+    ],
+)
+def test_a_cache_that_does_not_do_its_part_is_a_doubt(bench: Bench, flags: str, reason: str):
+    assert bench.main(b=flags) == 2
+    assert any(reason in line for line in bench.document["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "extra", "message"),
+    [
+        ("--hang-at 3", ("--stall-timeout", "1"), "gave no answer to /generate within 1 s"),
+        ("--nonsense-at 3", (), "answered nonsense to /generate"),
+        ("--wrong-tokens-at 1", (), "answered nonsense to /generate"),
+        ("--error-at 3", (), "answered 500 to /generate"),
+    ],
+)
+def test_a_server_that_fails_leaves_one_line_and_no_verdict(
+    bench: Bench, flags: str, extra: tuple[str, ...], message: str
+):
+    assert bench.main(*extra, b=flags) == 2
+    lines = bench.capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if message in line]) == 1
+    assert bench.document["verdict"] == "INCONCLUSIVE"
+    assert message in bench.document["reasons"][0]
+
+
+def test_logits_that_are_no_numbers_fail(bench: Bench):
+    assert bench.main(b="--nan-at 1") == 1
+    assert "no finite number" in bench.document["reasons"][0]
+
+
+def test_a_server_that_dies_leaves_one_line_and_its_log(bench: Bench):
+    assert bench.start(b="--die-at 3") == 2
+    error = bench.capsys.readouterr().err
+    assert "gate: server B ended with exit code 3" in error
+    assert error.rstrip().endswith("INCONCLUSIVE: no verdict")
+    assert bench.document["verdict"] == "INCONCLUSIVE"
+
+
+def test_servers_that_are_not_there(bench: Bench):
+    gone = f"http://127.0.0.1:{free_port()}"
+    assert main(["accuracy", "--url-a", gone, "--url-b", gone, *bench.size()]) == 2
+    assert f"server A at {gone} broke off" in bench.capsys.readouterr().err
+
+
+def test_a_row_that_cannot_be_measured_says_why(bench: Bench):
+    with serving() as url:
+        arguments = ["accuracy", "--url-a", url, "--url-b", url, *bench.size()]
+        assert main(arguments) == 0
+    assert "--chunked-prefill-size" in bench.document["not_measured"]["chunked prefill"]
+    assert "not measured: chunked prefill" in bench.capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "prose"], "write KIND=FILE"),
+        (["--text", "prose=no-such-file.txt"], "No such file"),
+        (["--gsm8k", "no-such-file.jsonl"], "No such file"),
+        (["--gsm8k-count", "3"], "need --gsm8k FILE"),
+        (["--url-a", "http://localhost:1"], "go together"),
+        (
+            ["--url-a", "http://a", "--url-b", "http://b", "--plant", "head"],
+            "--plant is for servers",
+        ),
+        (
+            ["--plant", "head", "--server-command", "x {port}", "--model", "m"],
+            "sglang.launch_server",
+        ),
+        (["--bit-exact", "--concurrency", "2"], "one sequence at a time"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(bench: Bench, arguments, message):
+    assert main(["accuracy", "--device", "gpu", "--out", str(bench.out), *arguments]) == 2
+    error = bench.capsys.readouterr().err.strip()
+    assert error.startswith("gate: ")
+    assert message in error
+    assert "\n" not in error
+    assert not bench.out.exists()

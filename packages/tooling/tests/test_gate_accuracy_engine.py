@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The accuracy gate on the real engine: stock agrees with itself to the bit, and every planted fault fails.
+
+The model is random and tiny; its weights are large enough for its attention to matter. Servers are started once each
+and judged with `--url-a`, `--url-b`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("scipy")
+pytest.importorskip("statsmodels")
+pytest.importorskip("matplotlib")
+
+from numinous_tooling.engine.planted import FAULTS, counter_name
+from numinous_tooling.gate.__main__ import main
+from numinous_tooling.gate.servers import Interrupts, Server, free_port
+from numinous_tooling.patching.counters import read_totals
+
+pytestmark = pytest.mark.engine
+
+START_TIMEOUT_S = 300.0
+FLAGS = (
+    "--dtype float32 --disable-cuda-graph --skip-server-warmup --max-total-tokens 4096 --max-running-requests 8 "
+    "--context-length 1024 --chunked-prefill-size 64 --sleep-on-idle"
+)
+SIZE = ["--sequences", "4", "--tokens", "32", "--decode-tokens", "4", "--concurrency", "2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama over bytes, with its tokeniser."""
+    reason = "engine tests need torch: python -m numinous_cpu_platform install"
+    torch = pytest.importorskip("torch", reason=reason)
+    transformers = pytest.importorskip("transformers", reason="engine tests need transformers")
+    tokenizers = pytest.importorskip("tokenizers", reason="engine tests need tokenizers")
+    folder = tmp_path_factory.mktemp("bytes") / "model"
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate([*alphabet, "<end>"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(
+        folder
+    )
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        eos_token_id=vocabulary["<end>"],
+    )
+    transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def serving(model: Path, folder: Path, *module: str) -> Iterator[str]:
+    """Run the engine for the length of a block; gives its address."""
+    pytest.importorskip(
+        "sglang", reason="engine tests need SGLang: python -m numinous_cpu_platform install"
+    )
+    pytest.importorskip("numinous_cpu_platform", reason="engine tests need numinous-cpu-platform")
+    port = free_port()
+    command = [sys.executable, "-m", *module, "--model-path", str(model), "--port", str(port)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NUMINOUS_", "SGLANG_"))}
+    env |= {"SGLANG_PLATFORM": "numinous-cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"NUMINOUS_STATE_DIR": str(folder / "state"), "OMP_WAIT_POLICY": "PASSIVE"}
+    server = Server(module[-1], [*command, *FLAGS.split()], env, folder / "server.log", port)
+    with server.running(Interrupts()):
+        server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(model, tmp_path_factory.mktemp("stock"), "sglang.launch_server") as url:
+        yield url
+
+
+def judge(url_a: str, url_b: str, model: Path, out: Path, *extra: str) -> tuple[int, dict]:
+    arguments = ["accuracy", "--url-a", url_a, "--url-b", url_b, "--model", str(model)]
+    code = main([*arguments, "--out", str(out), *SIZE, *extra])
+    return code, json.loads((out / "verdict.json").read_text())
+
+
+def test_stock_agrees_with_itself(stock: str, model: Path, tmp_path: Path):
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 4)
+    # The four worked examples are longer than the context in bytes, and the row says so.
+    code, document = judge(stock, stock, model, tmp_path / "a", "--gsm8k", str(problems))
+    assert code == 0
+    assert document["method"]["distribution"] == "full vocabulary"
+    assert {row["row"] for row in document["rows"]} == {
+        "cold",
+        "hit",
+        "chunked",
+        "decode",
+        "protocol",
+    }
+    assert "do not fit into 1024 tokens" in document["not_measured"]["GSM8K solutions"]
+    code, document = judge(stock, stock, model, tmp_path / "b", "--bit-exact")
+    assert code == 0, document["reasons"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_fails(fault: str, stock: str, model: Path, tmp_path: Path):
+    with serving(model, tmp_path, "numinous_tooling.engine.planted", fault) as url:
+        code, document = judge(stock, url, model, tmp_path / "out")
+    assert code == 1
+    words = {row["row"]: row["word"] for row in document["rows"]}
+    assert set(words.values()) == {"FAIL"}, words
+    counts = read_totals(tmp_path / "state")
+    assert counts[counter_name(fault)]["engaged"] > 0
