@@ -139,17 +139,19 @@ def ask(url: str, row: list[int], answer: int, limit: float) -> dict[str, Any]:
     )
     try:
         with urllib.request.urlopen(request, timeout=limit) as reply:
-            out: dict[str, Any] = json.load(reply)
+            out = json.load(reply)
     except urllib.error.HTTPError as error:
         raise NotAsked(f"{url}/generate said {error.code}: {error.read()[:300]!r}") from error
     except (TimeoutError, urllib.error.URLError, json.JSONDecodeError) as error:
         raise NotAsked(f"{url}/generate gave no answer: {error}") from error
+    if not isinstance(out, dict) or not isinstance(out.get("meta_info"), dict):
+        raise NotAsked(f"{url}/generate answered without meta_info: {str(out)[:200]}")
     return out
 
 
 def forced(answer: dict[str, Any], row: list[int]) -> list[float]:
     """Log-probabilities of row[1:], of an answer's `input_token_logprobs` [[log p, token, text], …]."""
-    entries = answer.get("meta_info", {}).get("input_token_logprobs") or []
+    entries = answer["meta_info"].get("input_token_logprobs") or []
     said = [entry[1] for entry in entries]
     if said != row:
         raise NotAsked(f"want log-probabilities of the {len(row)} tokens sent, got {len(said)} of {said[:4]}…")  # fmt: skip
@@ -158,7 +160,7 @@ def forced(answer: dict[str, Any], row: list[int]) -> list[float]:
 
 def generated(answer: dict[str, Any], want: int) -> list[int]:
     """The tokens of an answer."""
-    entries = answer.get("meta_info", {}).get("output_token_logprobs") or []
+    entries = answer["meta_info"].get("output_token_logprobs") or []
     if len(entries) != want:
         raise NotAsked(f"want an answer of {want} tokens, got {len(entries)}")
     return [int(entry[1]) for entry in entries]
