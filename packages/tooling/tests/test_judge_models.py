@@ -7,6 +7,7 @@ Real widths are used where a forward pass is all there is; training uses `tiny` 
 from __future__ import annotations
 
 import http.server
+import importlib
 import json
 import math
 import sys
@@ -226,6 +227,18 @@ class TestAgainstHuggingFace:
             if isinstance(module, judge_mla.Indexer):
                 module.interleaved = not module.interleaved
         assert judge_saved.largest_difference(model, other, tokens, "sparse") > TOLERANCE
+
+    def test_without_the_indexer_it_is_deepseek_v3(self, tmp_path: Path) -> None:
+        config = tiny("glm-dsa", index_topk=64)
+        skip_without_reference({**config, "model_type": "deepseek_v3"})
+        model = saved(build(config), tmp_path / "glm")
+        judge_saved.write_dense(tmp_path / "glm", tmp_path / "dense")
+        other = judge_saved.reference(tmp_path / "dense")
+        tokens = some_tokens(config, 32)
+        assert judge_saved.largest_difference(model, other, tokens, "sparse") < TOLERANCE
+        judge_saved.save(build(tiny("kimi-linear")), None, tmp_path / "kimi")
+        with pytest.raises(ValueError, match="no indexer"):
+            judge_saved.write_dense(tmp_path / "kimi", tmp_path / "dense")
 
     def test_a_release_that_turns_the_indexer_otherwise_is_named(self) -> None:
         config = with_indexer_as_installed(GLM_DSA)
@@ -694,6 +707,55 @@ class TestCheckEngine:
         finally:
             server.shutdown()
             server.server_close()
+
+    @pytest.mark.engine
+    def test_the_real_engine_agrees(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """Stock Triton attention and stock MoE on the CPU platform; what they leave out is the indexer."""
+        for module in ("sglang", "numinous_cpu_platform", "triton"):
+            pytest.importorskip(module, reason="python -m numinous_cpu_platform install")
+        # Real rows and two heads; the engine wants widths that are no less than its tiles.
+        widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
+        widths |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "index_head_dim": 128}
+        model, _ = trained("glm-dsa", [20, 1, 1], index_topk=64, **widths)
+        tokenizer = judge_corpus.train_tokenizer([TestCorpus.TEXT], 300, step=1)
+        text = tmp_path / "text.txt"
+        text.write_text(TestCorpus.TEXT, encoding="utf-8")
+        judge_saved.save(model, tokenizer, tmp_path / "model")
+        environment, flags = importlib.import_module("numinous_cpu_platform").serve_defaults()
+        for name, value in {**environment, "TRITON_INTERPRET": "1"}.items():
+            monkeypatch.setenv(name, value)
+        own = [
+            "--model",
+            str(tmp_path / "model"),
+            "--text",
+            str(text),
+            "--dense",
+            "--device",
+            "cpu",
+        ]
+        own += ["--windows", "1", "--length", "12", "--answer", "2"]
+        own += ["--mean-limit", "1e-4", "--loss-limit", "1e-4", "--gap-limit", "1e-4"]
+        code = check_engine.main([*own, "--", *flags, "--attention-backend", "triton"])
+        told = capsys.readouterr()
+        log = tmp_path / "model-server.log"
+        assert code == 0, told.out + told.err + log.read_text(errors="replace")[-2000:]
+        assert json.loads(told.out)["positions"] == 11
+
+    def test_dense_is_refused_beyond_the_indexer(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tokenizer = judge_corpus.train_tokenizer([TestCorpus.TEXT], 300, step=1)
+        judge_saved.save(build(tiny("glm-dsa")), tokenizer, tmp_path / "model")
+        text = tmp_path / "text.txt"
+        text.write_text(TestCorpus.TEXT, encoding="utf-8")
+        own = ["--model", str(tmp_path / "model"), "--text", str(text), "--dense"]
+        assert check_engine.main([*own, "--length", "8", "--answer", "1"]) == 2
+        assert "index_topk 8" in capsys.readouterr().err
 
     def test_nobody_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(check_engine.NotAsked, match="gave no answer"):

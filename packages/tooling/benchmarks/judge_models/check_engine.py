@@ -9,6 +9,14 @@ compared with the training module's in fp32, which tests hold to the Hugging Fac
 scored by the training module; an engine that differs only by rounding chooses tokens that it, too, ranks first or
 close to it. The default length reaches past `index_topk`, so that DSA selects. What follows `--` goes to the server.
 
+`--dense` serves `glm-dsa` without its indexer, as `DeepseekV3ForCausalLM`, for hosts where no DSA backend runs: all of
+the model but the indexer is checked, on contexts that it would not shorten. On a CPU, with the platform of this
+repository:
+
+    SGLANG_PLATFORM=numinous-cpu TRITON_INTERPRET=1 python …/check_engine.py --model DIR/glm-dsa --text eval-prose.txt \
+        --dense --device cpu --windows 2 --length 32 --answer 4 -- --dtype float32 --attention-backend triton \
+        --cuda-graph-backend-decode=disabled --cuda-graph-backend-prefill=disabled --max-total-tokens 4096
+
 Exit 0: within the limits; 1: not; 2: could not be asked.
 """
 
@@ -23,6 +31,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -34,7 +43,7 @@ import torch
 from judge_configs import is_glm
 from judge_corpus import encode, read_documents, windows
 from judge_model import JudgeModel
-from judge_saved import load
+from judge_saved import load, write_dense
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -49,14 +58,20 @@ def main(argv: list[str] | None = None) -> int:
     own, server = arguments[:at], arguments[at + 1 :]
     options = parser().parse_args(own)
     try:
-        tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+        tokenizer = Tokenizer.from_str((options.model / "tokenizer.json").read_text("utf-8"))
         tokens = encode(tokenizer, read_documents(options.text))
         rows = windows(tokens.ids, options.length)[: options.windows, :-1].tolist()
-        if options.url is not None:
-            report = compare(options, options.url, rows)
-        else:
-            with serve(options, server) as url:
-                report = compare(options, url, rows)
+        with contextlib.ExitStack() as stack:
+            if options.url is not None:
+                url = options.url
+            else:
+                folder = options.model
+                if options.dense:
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "dense"
+                    _refuse_long(options)
+                    write_dense(options.model, folder)
+                url = stack.enter_context(serve(options, folder, server))
+            report = compare(options, url, rows)
     except (NotAsked, OSError, ValueError) as error:
         print(f"check_engine: {error}", file=sys.stderr)
         return 2
@@ -64,11 +79,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if report["holds"] else 1
 
 
+def _refuse_long(options: argparse.Namespace) -> None:
+    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    most = config.get("index_topk", 0)
+    if most < options.length + options.answer:
+        raise ValueError(f"--dense is another model beyond index_topk {most}; give less --length")
+
+
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description="Compare an engine with the training module.")
     out.add_argument("--model", type=Path, required=True, help="directory that train.py wrote")
     out.add_argument("--text", type=Path, required=True)
     out.add_argument("--url", help="a server that runs already; else one is started and ended")
+    out.add_argument("--dense", action="store_true", help="serve glm-dsa without its indexer")
     out.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the reference")
     out.add_argument("--windows", type=int, default=8)
     out.add_argument("--length", type=int, default=1536, help="tokens of a window")
@@ -154,7 +177,7 @@ def forced(answer: dict[str, Any], row: list[int]) -> list[float]:
     entries = answer["meta_info"].get("input_token_logprobs") or []
     said = [entry[1] for entry in entries]
     if said != row:
-        raise NotAsked(f"want log-probabilities of the {len(row)} tokens sent, got {len(said)} of {said[:4]}…")  # fmt: skip
+        raise NotAsked(f"want log-probabilities of the tokens sent, {row}, got those of {said}")  # fmt: skip
     return [float(entry[0]) for entry in entries[1:]]
 
 
@@ -167,12 +190,12 @@ def generated(answer: dict[str, Any], want: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def serve(options: argparse.Namespace, more: list[str]) -> Iterator[str]:
+def serve(options: argparse.Namespace, folder: Path, more: list[str]) -> Iterator[str]:
     """An engine of our own on a free port, ended afterwards with all its processes; its log lies beside the model."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(options.model)]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", *more]
     log = options.model.with_name(options.model.name + "-server.log")
     url = f"http://127.0.0.1:{port}"

@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from judge_configs import END_OF_TEXT, PADDING, Config
+from judge_configs import END_OF_TEXT, PADDING, Config, is_glm
 from judge_corpus import SPECIAL, sha256
 from judge_model import JudgeModel, from_checkpoint, to_checkpoint
 from safetensors.torch import load_file, save_file
@@ -53,6 +54,35 @@ def save(model: JudgeModel, tokenizer: Tokenizer | None, folder: Path) -> dict[s
 
 def _write(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_dense(folder: Path, out: Path) -> None:
+    """Write `glm-dsa` of `folder` to `out` as `DeepseekV3ForCausalLM`: the same model without its indexer.
+
+    For engines that have no DSA. On contexts of at most `index_topk` tokens the two are the same function. The
+    scaling of 1 leaves rotary angles as they are; SGLang's rotary embedding for CPUs asks for one.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_glm(config):
+        raise ValueError(f"{folder}: {config['model_type']} has no indexer to leave out")
+    dense = {key: value for key, value in config.items() if not key.startswith("index")}
+    dense |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    length = config["max_position_embeddings"]
+    dense["rope_parameters"] = {
+        **config["rope_parameters"],
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": length,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "config.json", dense)
+    tensors = load_file(folder / WEIGHTS)
+    kept = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
+    save_file(kept, out / WEIGHTS, metadata={"format": "pt"})
+    for path in (*folder.glob("tokenizer*.json"), folder / "generation_config.json"):
+        shutil.copy(path, out)
 
 
 def load(folder: Path) -> JudgeModel:
