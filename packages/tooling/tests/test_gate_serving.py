@@ -139,7 +139,7 @@ def bench(
     # Drawing is most of a short run's time; what is drawn is looked at where a test asks for it.
     if "real_report" not in request.fixturenames:
         monkeypatch.setattr(
-            report, "write_html", lambda _result, path: path.write_text("not drawn")
+            report, "write_html", lambda _result, out: (out / "report.html").write_text("not drawn")
         )
     monkeypatch.setenv("NUMINOUS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "model").mkdir()
@@ -179,6 +179,7 @@ def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> No
     assert all(record["got_tokens"] == record["expected_tokens"] for record in records)
     page = (bench.out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
+    assert 'download="records.jsonl.gz"' in page
     assert "http://" not in page.replace("http://127.0.0.1", "")
 
     # Arms of a repeat got the same requests, repeats did not.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.errors import GateError
-from numinous_tooling.gate.report import text_table
+from numinous_tooling.gate.page import text_table
 
 SCHEMAS = {"serving": 2, "accuracy": 1}
 # Differ in every pair of runs, or hold what is compared below.
@@ -84,9 +84,13 @@ def run(
     options: argparse.Namespace, arguments: Sequence[str], interrupts: object, reader: object
 ) -> int:
     """Compare two runs and print it; returns the exit code."""
-    kinds, documents = zip(*(read_run(path) for path in (options.first, options.second)), strict=True)
+    kinds, documents = zip(
+        *(read_run(path) for path in (options.first, options.second)), strict=True
+    )
     if kinds[0] != kinds[1]:
-        raise GateError(f"{options.first} is a run of the {kinds[0]} gate, {options.second} of the {kinds[1]} gate")
+        raise GateError(
+            f"{options.first} is a run of the {kinds[0]} gate, {options.second} of the {kinds[1]} gate"
+        )
     settings = different_settings(*documents)
     rows = compared_rows(kinds[0], *documents)
     words = [document["verdict"] for document in documents]
@@ -115,7 +119,9 @@ def read_run(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise GateError(f"{file} cannot be read ({error.strerror}); name the folder of a finished run") from error
+        raise GateError(
+            f"{file} cannot be read ({error.strerror}); name the folder of a finished run"
+        ) from error
     except ValueError as error:
         raise GateError(f"{file} is no JSON ({error})") from error
     if not isinstance(document, dict) or "verdict" not in document:
@@ -128,7 +134,9 @@ def read_run(path: Path) -> tuple[str, dict[str, Any]]:
             f"{file} has schema {document.get('schema')}, this version reads {SCHEMAS[kind]}; run the gate again"
         )
     if not document.get("comparisons" if kind == "serving" else "rows"):
-        raise GateError(f"{file}: the run ended without a measurement ({'; '.join(document['reasons'])})")
+        raise GateError(
+            f"{file}: the run ended without a measurement ({'; '.join(document['reasons'])})"
+        )
     return kind, document
 
 
@@ -219,7 +227,11 @@ def comparison_text(
     """Return the comparison for the terminal, the outcome last."""
     lines = []
     if settings:
-        lines += ["settings that differ", *text_table([["", "RUN1", "RUN2"], *([n, *v] for n, v in settings.items())]), ""]
+        lines += [
+            "settings that differ",
+            *text_table([["", "RUN1", "RUN2"], *([n, *v] for n, v in settings.items())]),
+            "",
+        ]
     head = ["figure", "RUN1", "95 % interval", "", "RUN2", "95 % interval", "", "agree"]
     lines += text_table([head, *(_cells(row) for row in rows)])
     said = {True: "yes", False: "no", None: "-"}[same]

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-import json
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -15,22 +11,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from numinous_tooling.gate import page
 from numinous_tooling.gate.measures import METRICS, ArmRun, tpot_s, units
+from numinous_tooling.gate.page import text_table
 from numinous_tooling.gate.run import GateResult
 from numinous_tooling.gate.verdict import Comparison
 
-COLOURS = {"A": "#4477aa", "B": "#cc6677", "C": "#ddaa33"}
-
 # Share of the cores from which the load of other programs is worth a note.
 OTHER_LOAD_SHARE = 0.1
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse; margin: .6rem 0 1.4rem } td, th { border: 1px solid #ccc; padding: .25rem .6rem }
-th { background: #f3f3f3; text-align: left } td.n { text-align: right; font-variant-numeric: tabular-nums }
-.PASS { color: #1a7f37 } .FAIL { color: #b42318 } .INCONCLUSIVE { color: #9a6700 }
-img { max-width: 100% } pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; white-space: pre-wrap }
-"""
 
 
 def scale_text(scale: float) -> str:
@@ -60,7 +48,7 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
             for part in (figure["pooled"], *figure["repeats"]):
                 value: Any = part
                 for key in path:
-                    value = value[key]
+                    value = None if value is None else value.get(key)
                 values.append(value)
             spread = [value for value in values[1:] if value is not None]
             text = _number(values[0], scale, digits)
@@ -79,6 +67,18 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
                     )
         return ", ".join(parts) or "-"
 
+    optional = []
+    if document["slo"] is not None:
+        optional += [
+            row(f"within {document['slo']}, %", "goodput", "request_share", scale=100),
+            row("goodput, tok/s", "goodput", "output_tok_s"),
+        ]
+    if document["price_usd_h"] is not None:
+        optional.append(row("USD per million output tokens", "usd_per_m_output", digits=3))
+    valid = [arm["valid_answers"] for arm in document["arms"].values()]
+    if any(valid):
+        cells = ["-" if v is None else f"{v['valid']} of {v['expected']}" for v in valid]
+        optional.append(("readable JSON / tool calls", cells))
     return [
         row("output tok/s", "output_tok_s"),
         row("total tok/s", "total_tok_s"),
@@ -91,6 +91,11 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
         row("TPOT p90, ms", "tpot_s", "p90", scale=1e3),
         row("e2e p50, ms", "e2e_s", "p50", scale=1e3, digits=0),
         row("e2e p90, ms", "e2e_s", "p90", scale=1e3, digits=0),
+        row("e2e p99, ms", "e2e_s", "p99", scale=1e3, digits=0),
+        row("steady output tok/s", "steady", "output_tok_s"),
+        *optional,
+        row("stalls", "stalls", "count", digits=0),
+        row("longest stall, s", "stalls", "longest_s", digits=2),
         row("cache-hit rate, %", "cache_hit_rate", scale=100),
         ("requests", [str(figure["pooled"]["requests"]) for figure in figures]),
         ("errors", [str(figure["pooled"]["errors"]) for figure in figures]),
@@ -114,14 +119,6 @@ def comparison_rows(comparison: Comparison) -> list[list[str]]:
 
 
 COMPARISON_HEAD = ["metric", "change", "95 % interval", "noise seen", "allowed", "verdict"]
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def headline(document: dict[str, Any]) -> str:
@@ -156,20 +153,25 @@ def trade_note(document: dict[str, Any]) -> str | None:
     return f"note: by their own declaration the features may worsen {listed}; the other limits are the gate's"
 
 
+def run_notes(document: dict[str, Any]) -> list[str]:
+    """Return what a reader should know before the figures: accepted trades, other load, notes of the run."""
+    notes = [note for note in (trade_note(document), load_note(document)) if note]
+    return [*notes, *(f"note: {note}" for note in document["notes"])]
+
+
 def terminal_text(result: GateResult, out: Path) -> str:
     """Return the summary for the terminal, verdict last."""
     document = result.document
     arms = document["arms"]
     rows = [["", *(f"{letter} {arm['label']}" for letter, arm in arms.items())]]
     rows += [[label, *cells] for label, cells in figure_rows(document)]
-    lines = [headline(document), "", *_columns(rows)]
+    lines = [headline(document), "", *text_table(rows)]
     for comparison in result.comparisons:
         lines += ["", f"{comparison.test} against {comparison.base}"]
-        lines += _columns([COMPARISON_HEAD, *comparison_rows(comparison)])
+        lines += text_table([COMPARISON_HEAD, *comparison_rows(comparison)])
         if comparison is not result.comparisons[0]:
             lines.append(f"{comparison.word}: {'; '.join(comparison.reasons)}")
-    notes = [note for note in (trade_note(document), load_note(document)) if note]
-    notes += [f"note: {note}" for note in document["notes"]]
+    notes = run_notes(document)
     lines += ["", *notes] if notes else []
     lines += [
         "",
@@ -179,68 +181,78 @@ def terminal_text(result: GateResult, out: Path) -> str:
     return "\n".join(lines)
 
 
-def write_html(result: GateResult, path: Path) -> None:
-    """Write the page: verdict first, then figures, plots, and how to repeat the run."""
+def write_html(result: GateResult, out: Path) -> None:
+    """Write ``report.html``: verdict first, then figures, plots, how to repeat the run, and the raw records."""
     document = result.document
     arms = document["arms"]
     arm_head = ["", *(f"{letter} {arm['label']}" for letter, arm in arms.items())]
-    parts = [
-        f'<h1>A/B serving gate: <span class="{result.word}">{result.word}</span></h1>',
-        f"<p>{html.escape(headline(document))}</p>",
-        "<ul>" + "".join(f"<li>{html.escape(reason)}</li>" for reason in result.reasons) + "</ul>",
-    ]
+    parts = [page.paragraphs([headline(document)]), page.bullets(result.reasons)]
     for comparison in result.comparisons:
         parts.append(f"<h2>{comparison.test} against {comparison.base}: {comparison.word}</h2>")
-        parts.append(_table(COMPARISON_HEAD, comparison_rows(comparison)))
-    notes = [note for note in [trade_note(document)] if note]
-    notes += [f"note: {note}" for note in document["notes"]]
-    parts += [f"<p>{html.escape(note)}</p>" for note in notes]
+        parts.append(page.table(COMPARISON_HEAD, comparison_rows(comparison)))
     parts += [
-        "<p>Interval: Student's, of the mean over repeats; noise: the scatter of one server run, which repeats of one "
-        "arm show. How both are made: numinous_tooling.gate.verdict.</p>",
-        "<h2>Arms</h2>",
-        _table(arm_head, [[label, *cells] for label, cells in figure_rows(document)]),
-        "<p>Pooled over repeats; lowest and highest repeat in brackets.</p>",
-        "<h2>Plots</h2>",
-        _image(distribution_plot(result.runs), "distributions per arm"),
-        _image(timeline_plot(result.runs), "requests over time"),
-        "<h2>Runs</h2>",
-        _table(
+        page.paragraphs(run_notes(document)),
+        page.paragraphs(
             [
-                "run",
-                "ready, s",
-                "replay, s",
-                "client lag p99, ms",
-                "max, ms",
-                "bad answers",
-                "workload",
-                "log",
-            ],
-            [
-                [
-                    run["run"],
-                    f"{run['ready_s']:.1f}",
-                    f"{run['wall_s']:.1f}",
-                    f"{run['client_lag_p99_s'] * 1e3:.1f}",
-                    f"{run['client_lag_max_s'] * 1e3:.1f}",
-                    f"{run['other_cores']:.2f}",
-                    str(run["bad_answers"]),
-                    run["workload_sha256"][:12],
-                    run["log"],
-                ]
-                for run in document["runs"]
-            ],
+                "Interval: Student's, of the mean over repeats; noise: the scatter of one server run, which repeats of "
+                "one arm show. How both are made: numinous_tooling.gate.verdict."
+            ]
         ),
-        "<h2>Environment and command</h2>",
-        f"<pre>{html.escape(document['command'])}</pre>",
-        f"<pre>{html.escape(json.dumps(_environment(document), indent=1))}</pre>",
+        "<h2>Arms</h2>",
+        page.table(arm_head, [[label, *cells] for label, cells in figure_rows(document)]),
+        page.paragraphs(["Pooled over repeats; lowest and highest repeat in brackets."]),
+        "<h2>Plots</h2>",
+        page.image(distribution_plot(result.runs), "distributions per arm"),
+        page.image(timeline_plot(result.runs), "requests over time"),
+        "<h2>Runs</h2>",
+        page.table(RUN_HEAD, [run_cells(run) for run in document["runs"]]),
+        page.repeat(document["command"], _environment(document)),
+        page.downloads([out / "verdict.json", out / "records.jsonl"]),
     ]
-    title = f"gate: {result.word}"
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
-    )
-    path.write_text(page, encoding="utf-8")
+    page.write(out / "report.html", "A/B serving gate", result.word, parts)
+
+
+RUN_HEAD = [
+    "run",
+    "ready, s",
+    "replay, s",
+    "client lag p99, ms",
+    "max, ms",
+    "client CPU, %",
+    "other cores",
+    "bad answers",
+    "queue max",
+    "retractions",
+    "pool max, %",
+    "GPU memory, GiB",
+    "workload",
+    "log",
+]
+
+
+def run_cells(run: dict[str, Any]) -> list[str]:
+    """Return the cells of a server run under `RUN_HEAD`; `-` where the server does not say."""
+    gauges = run["gauges"]
+
+    def greatest(name: str, scale: float = 1.0, digits: int = 0) -> str:
+        return _number(gauges.get(name, {}).get("max"), scale, digits)
+
+    return [
+        run["run"],
+        f"{run['ready_s']:.1f}",
+        f"{run['wall_s']:.1f}",
+        f"{run['client_lag_p99_s'] * 1e3:.1f}",
+        f"{run['client_lag_max_s'] * 1e3:.1f}",
+        f"{run['client_cpu_share'] * 100:.0f}",
+        f"{run['other_cores']:.2f}",
+        str(run["bad_answers"]),
+        greatest("queue"),
+        _number(gauges.get("retractions"), 1, 0),
+        greatest("token_usage", 100, 1),
+        greatest("gpu_memory_mib", 1 / 1024, 1),
+        run["workload_sha256"][:12],
+        run["log"],
+    ]
 
 
 def _environment(document: dict[str, Any]) -> dict[str, Any]:
@@ -251,28 +263,6 @@ def _environment(document: dict[str, Any]) -> dict[str, Any]:
     }
     commands = {run["run"]: " ".join(run["command"]) for run in document["runs"]}
     return {**{key: document[key] for key in keys}, "arms": arms, "commands": commands}
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    def cell(index: int, text: str) -> str:
-        kind = (
-            ""
-            if index == 0
-            else f' class="n {text if text in ("PASS", "FAIL", "INCONCLUSIVE") else ""}"'
-        )
-        return f"<td{kind}>{html.escape(text)}</td>"
-
-    header = "".join(f"<th>{html.escape(text)}</th>" for text in head)
-    body = "".join(
-        "<tr>" + "".join(cell(i, text) for i, text in enumerate(row)) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{header}</tr>{body}</table>"
-
-
-def _image(figure: Figure, alt: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'
 
 
 def _arms(runs: Sequence[ArmRun]) -> list[str]:
@@ -305,7 +295,7 @@ def distribution_plot(runs: Sequence[ArmRun]) -> Figure:
 
 def _ecdf(axes: Axes, values: Sequence[float], arm: str) -> None:
     if values:
-        axes.ecdf(values, label=arm, color=COLOURS[arm])
+        axes.ecdf(values, label=arm, color=page.COLOURS[arm])
 
 
 def timeline_plot(runs: Sequence[ArmRun]) -> Figure:
@@ -319,7 +309,7 @@ def timeline_plot(runs: Sequence[ArmRun]) -> Figure:
         for record in run.records:
             row = sessions.index(record.session)
             first = record.ttft_s if record.ttft_s is not None else record.e2e_s
-            colour = "black" if record.error else COLOURS[run.arm]
+            colour = "black" if record.error else page.COLOURS[run.arm]
             axes.barh(row, first, left=record.sent_s, height=0.8, color=colour, alpha=0.35)
             axes.barh(
                 row, record.e2e_s - first, left=record.sent_s + first, height=0.8, color=colour

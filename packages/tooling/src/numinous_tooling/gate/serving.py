@@ -148,7 +148,7 @@ def run(
         write_html,
     )  # matplotlib takes a second to import
 
-    write_html(result, gate.out / "report.html")
+    write_html(result, gate.out)
     if options.json:
         print(json.dumps(result.document, indent=1))
     else:

@@ -18,6 +18,13 @@ from numinous_tooling.gate.accuracy.distance import Positions
 from numinous_tooling.gate.accuracy.measure import Measurement, Plan
 from numinous_tooling.gate.accuracy.verdict import Verdict
 
+FILES = ("positions.npz", "sequences.jsonl", "gsm8k.jsonl")
+
+
+def record_files(out: Path) -> list[Path]:
+    """Return the files of a run's records that are there."""
+    return [out / name for name in FILES if (out / name).is_file()]
+
 
 def write_records(
     out: Path,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from numinous_tooling.gate import page
 from numinous_tooling.gate.accuracy.command import AccuracyResult
 from numinous_tooling.gate.accuracy.distance import Positions
 from numinous_tooling.gate.accuracy.measure import ROWS
+from numinous_tooling.gate.accuracy.records import record_files
 from numinous_tooling.gate.accuracy.verdict import RowVerdict
-from numinous_tooling.gate.report import _STYLE, COLOURS, _columns, _image, _table
+from numinous_tooling.gate.page import COLOURS, text_table
 
 ROW_HEAD = ["row", "B against A", "95 % interval", "floor", "limit", "unit", "verdict"]
 DETAIL_HEAD = [
@@ -102,10 +102,10 @@ def terminal_text(result: AccuracyResult, out: Path) -> str:
     """Return the summary for the terminal, verdict last."""
     verdict, document = result.verdict, result.document
     lines = [headline(document), ""]
-    lines += _columns([ROW_HEAD, *map(row_cells, verdict.rows)])
+    lines += text_table([ROW_HEAD, *map(row_cells, verdict.rows)])
     details = [row for row in verdict.rows if row.distance is not None]
     if details:
-        lines += ["", *_columns([DETAIL_HEAD, *map(detail_cells, details)])]
+        lines += ["", *text_table([DETAIL_HEAD, *map(detail_cells, details)])]
     lines += ["", *notes(document, verdict.rows)]
     lines += [
         "",
@@ -115,41 +115,38 @@ def terminal_text(result: AccuracyResult, out: Path) -> str:
     return "\n".join(lines)
 
 
-def write_html(result: AccuracyResult, path: Path) -> None:
-    """Write the page: verdict first, then figures, histograms, and how to repeat the run."""
+def write_html(result: AccuracyResult, out: Path) -> None:
+    """Write ``report.html``: verdict first, then figures, histograms, how to repeat the run, and the raw records."""
     verdict, document = result.verdict, result.document
     details = [row for row in verdict.rows if row.distance is not None]
     parts = [
-        f'<h1>Accuracy gate: <span class="{verdict.word}">{verdict.word}</span></h1>',
-        f"<p>{html.escape(headline(document))}</p>",
-        "<ul>" + "".join(f"<li>{html.escape(reason)}</li>" for reason in verdict.reasons) + "</ul>",
-        _table(ROW_HEAD, [row_cells(row) for row in verdict.rows]),
-        "<ul>"
-        + "".join(f"<li>{html.escape(note)}</li>" for note in notes(document, verdict.rows))
-        + "</ul>",
+        page.paragraphs([headline(document)]),
+        page.bullets(verdict.reasons),
+        page.table(ROW_HEAD, map(row_cells, verdict.rows)),
+        page.bullets(notes(document, verdict.rows)),
     ]
     if details:
         parts += [
             "<h2>Distances</h2>",
-            _table(DETAIL_HEAD, [detail_cells(row) for row in details]),
-            "<p>KL(A || B) per position in nats. Floor: stock measured again with other batches. Intervals: bootstrap "
-            "over sequences. At least / at most: lower bound from the listed tokens, upper estimate if no unlisted "
-            "token changed by more than the listed ones; they agree where the whole vocabulary is listed.</p>",
+            page.table(DETAIL_HEAD, map(detail_cells, details)),
+            page.paragraphs(
+                [
+                    "KL(A || B) per position in nats. Floor: stock measured again with other batches. Intervals: "
+                    "bootstrap over sequences. At least / at most: lower bound from the listed tokens, upper estimate "
+                    "if no unlisted token changed by more than the listed ones; they agree where the whole "
+                    "vocabulary is listed."
+                ]
+            ),
             "<h2>KL histogram</h2>",
-            _image(histograms(verdict.positions), "histograms of the KL divergence per row"),
+            page.image(histograms(verdict.positions), "histograms of the KL divergence per row"),
         ]
     shown = ("model", "method", "workload", "arms", "engaged", "machine", "git", "started_utc")
     environment = {key: document[key] for key in (*shown, "elapsed_s")}
     parts += [
-        "<h2>Environment and command</h2>",
-        f"<pre>{html.escape(document['command'])}</pre>",
-        f"<pre>{html.escape(json.dumps(environment, indent=1))}</pre>",
+        page.repeat(document["command"], environment),
+        page.downloads([out / "verdict.json", *record_files(out)]),
     ]
-    path.write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>accuracy gate: {verdict.word}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n",
-        encoding="utf-8",
-    )
+    page.write(out / "report.html", "Accuracy gate", verdict.word, parts)
 
 
 def histograms(positions: Mapping[str, tuple[Positions, Positions]]) -> Figure:
