@@ -47,7 +47,7 @@ MAX_SIGHTS = 1000
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(slots=True)
 class Iteration:
     """One turn of the event loop, in nanoseconds of the monotonic clock.
 
