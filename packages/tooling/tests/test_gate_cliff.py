@@ -144,6 +144,14 @@ def test_tolerance_is_relative_to_what_stock_holds() -> None:
     assert judge([a, b], (), 0.05)[0] == "FAIL"
 
 
+def test_cliffs_beyond_the_search_are_named() -> None:
+    both = [
+        Search(name, name[0], {1000: cliff.Bracket({64: [True, True]})}) for name in ("A1", "B1")
+    ]
+    word, reasons = judge(both, (), 0.0)
+    assert (word, reasons[-1]) == ("PASS", "no cliff of A was reached at context 1000")
+
+
 def test_repeats_widen_the_bracket() -> None:
     searches = [
         searched(PooledServer(pool), name) for pool, name in ((80_000, "A1"), (100_000, "A2"))

@@ -26,7 +26,8 @@ least and greatest seen.
 **Verdict**, B against A, the first line that applies: FAIL if a feature was to run in B and did not. INCONCLUSIVE if a
 client lagged or one of its answers differed from what was asked for at a single user. FAIL if B's cliff is lower at a
 context by more than the tolerance: `B.fails <= A.holds x (1 - tolerance)`. PASS if at every context B holds what A
-held, less the tolerance: `B.holds >= A.holds x (1 - tolerance)`. INCONCLUSIVE otherwise.
+held, less the tolerance: `B.holds >= A.holds x (1 - tolerance)`; where A still held at `--max-concurrency`, that is all
+it says. INCONCLUSIVE otherwise.
 
 What it cannot show: each letter of the order is one server start, and with one per arm nothing tells a better server
 from a lucky start. All users have the same context and no tool gaps; real sessions differ and pause. A user's tokens
@@ -194,7 +195,9 @@ def judge(
         return "FAIL", tuple(lower)
     if unclear:
         return "INCONCLUSIVE", tuple(unclear)
-    return "PASS", ("B holds at every context what A holds, less the tolerance",)
+    open_ended = [str(context) for context, stock in a.items() if stock.fails is None]
+    notes = [f"no cliff of A was reached at context {', '.join(open_ended)}"] if open_ended else []
+    return "PASS", ("B holds at every context what A holds, less the tolerance", *notes)
 
 
 class CliffRun:

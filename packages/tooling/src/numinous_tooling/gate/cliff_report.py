@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 COLOURS = {"A": "#4477aa", "B": "#cc6677"}
 
@@ -68,6 +69,7 @@ def cliff_figure(document: Mapping[str, Any]) -> Figure:
     frontier.set_xticks(contexts, [str(context) for context in contexts])
     frontier.set_xlabel("tokens of context per user")
     frontier.set_ylabel(f"users that hold {document['limit_tok_s_user']:g} tok/s")
+    frontier.yaxis.set_major_locator(MaxNLocator(integer=True))
     frontier.set_ylim(bottom=0)
     frontier.legend()
     for axes, context in zip(panels, contexts, strict=True):
@@ -83,6 +85,7 @@ def cliff_figure(document: Mapping[str, Any]) -> Figure:
         axes.axhline(document["limit_tok_s_user"], color="black", linewidth=0.8, linestyle="--")
         axes.set_title(f"context {context}")
         axes.set_xlabel("users")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel("tok/s per user, p10 (v: cut, below)")
         axes.set_ylim(bottom=0)
     return figure

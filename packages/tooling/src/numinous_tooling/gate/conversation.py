@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from numinous_tooling.gate.client import RequestRecord
+from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.gauges import GaugeSampler
 from numinous_tooling.gate.progress import Progress
 from numinous_tooling.gate.servers import AnyServer, OtherLoad
@@ -21,6 +22,8 @@ from numinous_tooling.gate.servers import AnyServer, OtherLoad
 Counters = dict[str, dict[str, int]]
 
 TICK_S = 0.5
+# For an interpreter to start and to import.
+CLIENT_START_S = 120.0
 # How often a server is asked whether it is still there while requests break off.
 RECHECK_S = 2.0
 
@@ -123,7 +126,12 @@ class Conversation:
                         before,
                         agreed,
                     )
-            if time.monotonic() - moved_s > self._stall_timeout_s:
+            # Until the client speaks it only starts, and the server has nothing to do.
+            silent_s = time.monotonic() - moved_s
+            if chunks < 0:
+                if silent_s > CLIENT_START_S:
+                    raise GateError(f"the client process said nothing for {CLIENT_START_S:g} s")
+            elif silent_s > self._stall_timeout_s:
                 raise self._server.failed(
                     f"made no progress for {self._stall_timeout_s:g} s with requests under way (--stall-timeout)"
                 )

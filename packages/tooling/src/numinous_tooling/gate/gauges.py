@@ -107,21 +107,18 @@ class GaugeSampler:
     @contextlib.contextmanager
     def sampling(self) -> Iterator[GaugeSampler]:
         """Sample until the block ends."""
-        thread = threading.Thread(target=self._sample, daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._stop.set()
-            thread.join(REQUEST_TIMEOUT_S * 4 + MEMORY_TIMEOUT_S)
-
-    def _sample(self) -> None:
         with httpx.Client(base_url=self._url, trust_env=False, timeout=REQUEST_TIMEOUT_S) as http:
-            self._sample_with(http)
+            # The first and the last are taken while nothing runs: they bound what is cumulative, and are no load.
+            self._ends.append(self._ask(http))
+            thread = threading.Thread(target=self._sample, args=(http,), daemon=True)
+            thread.start()
+            try:
+                yield self
+            finally:
+                self._stop.set()
+                thread.join(REQUEST_TIMEOUT_S * 4 + MEMORY_TIMEOUT_S)
 
-    def _sample_with(self, http: httpx.Client) -> None:
-        # The first and the last are taken while nothing runs: they bound what is cumulative and are no samples of load.
-        self._ends.append(self._ask(http))
+    def _sample(self, http: httpx.Client) -> None:
         while not self._stop.wait(SAMPLE_EVERY_S):
             sample = self._ask(http)
             memory = gpu_memory_mib() if self._local else None

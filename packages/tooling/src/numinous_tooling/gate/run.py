@@ -258,14 +258,16 @@ class _Run:
         if arm.url is None:
             own_state_dir.mkdir(exist_ok=True)
         server = self._server(index, arm, name, state_dir)
+        waiting = "server starting" if arm.url is None else "asking the server"
         with server.running(self.interrupts):
             start_s = server.wait_ready(
                 options.start_timeout_s,
-                lambda elapsed: self.progress.phase(f"server starting ({elapsed:.0f} s)"),
+                lambda elapsed: self.progress.phase(f"{waiting} ({elapsed:.0f} s)"),
             )
             info = server.info()
             outcome = self._replay(server, name, repeat, state_dir, self._dp_size(server, info))
-            self.progress.phase("server stopping")
+            if arm.url is None:
+                self.progress.phase("server stopping")
         # Read after the end of an own server, so that counts which a process writes last are in.
         counters = _difference(self._counters(state_dir), outcome.counters_before)
         shutil.rmtree(own_state_dir, ignore_errors=True)

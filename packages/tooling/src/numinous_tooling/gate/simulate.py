@@ -259,7 +259,7 @@ CASES: tuple[Case, ...] = (
         floor_sd=0.001,
     ),
     Case("A/A", THREE, (*_nominal(), Expectation("PASS", "at least", 0.55))),
-    Case("A/A", FOUR, (*_nominal(), Expectation("PASS", "at least", 0.85))),
+    Case("A/A", FOUR, (*_nominal(), Expectation("PASS", "at least", 0.80))),
     Case("B 10 % slower", TWO, (Expectation("FAIL", "at least", 0.30), Expectation("PASS", "at most", ALPHA)), slow_b=1.1),
     Case("B 10 % slower", THREE, (Expectation("FAIL", "at least", 0.70), Expectation("PASS", "at most", ALPHA)), slow_b=1.1),
     Case("B 10 % slower", FOUR, (Expectation("FAIL", "at least", 0.90), Expectation("PASS", "at most", ALPHA)), slow_b=1.1),
