@@ -79,9 +79,26 @@ def per_package(folders: Iterable[str]) -> Callable[..., Any]:
 
 @task
 def gate(session: nox.Session) -> None:
-    """The main job: serve stock and patched, replay recorded sessions, print a verdict."""
+    """The main job: serve stock and patched, replay recorded sessions, compare distributions; two verdicts.
+
+    ``-- serving …``, ``accuracy``, ``cliff`` or ``compare`` runs one gate; other arguments go to both.
+    """
     python = _prepare(session, extras=dict.fromkeys(PROJECTS, ("cli", "gate")), engine=True)
-    _run(session, python, "-m", "numinous_tooling.gate", "serving", *session.posargs)
+    gates, given = ["serving", "accuracy"], list(session.posargs)
+    if given and not given[0].startswith("-"):
+        gates = [given.pop(0)]
+    # Both are run, whatever the first one says; nox reports every exit code but 0 as a failure.
+    failed = []
+    for name in gates:
+        command = ["-m", "numinous_tooling.gate", name, *given]
+        if not given and name == "accuracy":
+            command += ["--features", "scheduler.decode_burst"]
+        try:
+            _run(session, python, *command)
+        except nox.command.CommandFailed:
+            failed.append(name)
+    if failed:
+        session.error(f"not PASS: {', '.join(failed)}")
 
 
 @task(name="test-cpu")
