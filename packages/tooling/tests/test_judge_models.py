@@ -532,6 +532,10 @@ class TestCorpus:
         assert tokens.id_bytes[tokens.ids].sum() == len((self.TEXT + "fox").encode())
         assert (tokens.ids == judge_configs.END_OF_TEXT).sum() == 2
 
+    def test_the_last_row_of_a_model_has_no_token(self) -> None:
+        tokenizer = judge_corpus.train_tokenizer([self.TEXT], 270, step=1)
+        assert max(tokenizer.get_vocab().values()) == 268
+
     def test_the_same_vocabulary_every_time(self) -> None:
         made = {judge_corpus.train_tokenizer([self.TEXT], 280, step=1).to_str() for _ in range(3)}
         assert len(made) == 1
