@@ -722,10 +722,11 @@ class TestCheckEngine:
         """Stock Triton attention and stock MoE on the CPU platform; what they leave out is the indexer."""
         for module in ("sglang", "numinous_cpu_platform", "triton"):
             pytest.importorskip(module, reason="python -m numinous_cpu_platform install")
-        # Real rows and two heads; the engine wants widths that are no less than its tiles.
-        widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
-        widths |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "index_head_dim": 128}
-        model, _ = trained("glm-dsa", [20, 1, 1], index_topk=64, **widths)
+        # Real widths, fewer of everything else.
+        fewer = ("vocab_size", "num_hidden_layers", "indexer_types", "n_routed_experts")
+        small = tiny("glm-dsa")
+        config = {**GLM_DSA, **{key: small[key] for key in fewer}, "index_n_heads": 2}
+        model, _ = trained("glm-dsa", [12, 1, 1], **{**config, "index_topk": 64})
         tokenizer = judge_corpus.train_tokenizer([TestCorpus.TEXT], 300, step=1)
         text = tmp_path / "text.txt"
         text.write_text(TestCorpus.TEXT, encoding="utf-8")
