@@ -463,6 +463,35 @@ class TestTraining:
             assert moved
             assert all((".indexer." in key) == moves_indexer for key in moved), name
 
+    @pytest.mark.parametrize(
+        ("name", "mode"),
+        [
+            ("glm-dsa", "dense"),
+            ("glm-dsa", "teach"),
+            ("glm-dsa", "sparse"),
+            ("kimi-linear", "dense"),
+        ],
+    )
+    def test_mixed_precision_is_near_fp32(self, name: str, mode: str) -> None:
+        """What a GPU does, on the CPU: bf16 products, grouped experts, fp32 residual stream and losses."""
+        config = tiny(name, moe_intermediate_size=32, index_topk=16)
+        model = build(config)
+        rows = some_tokens(config, 25)
+        results = []
+        for mixed in (False, True):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                logits = model(rows[:, :-1], mode=mode)
+            taught = [lesson.loss for lesson in model.lessons()]
+            assert len(taught) == (0 if mode == "dense" else 2)
+            loss = judge_training.language_loss(logits, rows[:, 1:]) + sum(taught)
+            loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            results.append((loss.detach(), torch.cat([g.flatten() for g in gradients])))
+        (exact, wide), (near, narrow) = results
+        assert float((near - exact).abs()) < 0.02
+        assert float(torch.nn.functional.cosine_similarity(wide, narrow, dim=0)) > 0.98
+
     @pytest.mark.parametrize("name", MODELS)
     def test_same_seed_same_bits_other_seed_other_bits(self, name: str) -> None:
         runs = [
