@@ -463,6 +463,35 @@ class TestTraining:
             assert moved
             assert all((".indexer." in key) == moves_indexer for key in moved), name
 
+    @pytest.mark.parametrize(
+        ("name", "mode"),
+        [
+            ("glm-dsa", "dense"),
+            ("glm-dsa", "teach"),
+            ("glm-dsa", "sparse"),
+            ("kimi-linear", "dense"),
+        ],
+    )
+    def test_mixed_precision_is_near_fp32(self, name: str, mode: str) -> None:
+        """What a GPU does, on the CPU: bf16 products, grouped experts, fp32 residual stream and losses."""
+        config = tiny(name, moe_intermediate_size=32, index_topk=16)
+        model = build(config)
+        rows = some_tokens(config, 25)
+        results = []
+        for mixed in (False, True):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                logits = model(rows[:, :-1], mode=mode)
+            taught = [lesson.loss for lesson in model.lessons()]
+            assert len(taught) == (0 if mode == "dense" else 2)
+            loss = judge_training.language_loss(logits, rows[:, 1:]) + sum(taught)
+            loss.backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            results.append((loss.detach(), torch.cat([g.flatten() for g in gradients])))
+        (exact, wide), (near, narrow) = results
+        assert float((near - exact).abs()) < 0.02
+        assert float(torch.nn.functional.cosine_similarity(wide, narrow, dim=0)) > 0.98
+
     @pytest.mark.parametrize("name", MODELS)
     def test_same_seed_same_bits_other_seed_other_bits(self, name: str) -> None:
         runs = [
@@ -531,6 +560,10 @@ class TestCorpus:
         assert tokenizer.decode(tokens.ids.tolist()) == self.TEXT + "fox"
         assert tokens.id_bytes[tokens.ids].sum() == len((self.TEXT + "fox").encode())
         assert (tokens.ids == judge_configs.END_OF_TEXT).sum() == 2
+
+    def test_the_last_row_of_a_model_has_no_token(self) -> None:
+        tokenizer = judge_corpus.train_tokenizer([self.TEXT], 270, step=1)
+        assert max(tokenizer.get_vocab().values()) == 268
 
     def test_the_same_vocabulary_every_time(self) -> None:
         made = {judge_corpus.train_tokenizer([self.TEXT], 280, step=1).to_str() for _ in range(3)}
@@ -718,10 +751,11 @@ class TestCheckEngine:
         """Stock Triton attention and stock MoE on the CPU platform; what they leave out is the indexer."""
         for module in ("sglang", "numinous_cpu_platform", "triton"):
             pytest.importorskip(module, reason="python -m numinous_cpu_platform install")
-        # Real rows and two heads; the engine wants widths that are no less than its tiles.
-        widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}
-        widths |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "index_head_dim": 128}
-        model, _ = trained("glm-dsa", [20, 1, 1], index_topk=64, **widths)
+        # Real widths, fewer of everything else.
+        fewer = ("vocab_size", "num_hidden_layers", "indexer_types", "n_routed_experts")
+        small = tiny("glm-dsa")
+        config = {**GLM_DSA, **{key: small[key] for key in fewer}, "index_n_heads": 2}
+        model, _ = trained("glm-dsa", [12, 1, 1], **{**config, "index_topk": 64})
         tokenizer = judge_corpus.train_tokenizer([TestCorpus.TEXT], 300, step=1)
         text = tmp_path / "text.txt"
         text.write_text(TestCorpus.TEXT, encoding="utf-8")

@@ -43,21 +43,26 @@ def sha256(path: Path) -> str:
 
 
 def train_tokenizer(documents: list[str], vocabulary: int, step: int = SAMPLE_STEP) -> Tokenizer:
-    """Byte-level BPE of exactly `vocabulary` ids; raises ValueError when the text has too few pairs for that."""
+    """Byte-level BPE for a model of `vocabulary` rows; raises ValueError when the text has too few pairs for that.
+
+    The last row stays without a token: where SGLang 0.5.20 gives log-probabilities of a prompt, it names the last
+    id 0.
+    """
+    want = vocabulary - 1
     pieces = [doc[i : i + PIECE] for doc in documents for i in range(0, len(doc), PIECE)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=want,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(pieces[::step], trainer)
-    if tokenizer.get_vocab_size() != vocabulary:
+    if tokenizer.get_vocab_size() != want:
         raise ValueError(
-            f"the text gives a vocabulary of {tokenizer.get_vocab_size()}, not {vocabulary}; give more text"
+            f"the text gives a vocabulary of {tokenizer.get_vocab_size()}, not {want}; give more text"
         )
     return tokenizer
 

@@ -107,7 +107,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(number, hidden, inner))
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled(x.device.type):
             return self.grouped(x, experts, weights)
         return self.loop(x, experts, weights)
 
