@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("hypothesis")
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numinous_tooling.gate.cliff_search import Bracket, search
@@ -22,6 +22,7 @@ def curves(draw: st.DrawFn) -> tuple[int, int, int]:
     return highest, draw(st.integers(0, highest)), draw(st.integers(1, 6000))
 
 
+@settings(deadline=None)
 @given(curves())
 def test_every_monotone_cliff_is_found(curve: tuple[int, int, int]) -> None:
     highest, cliff, start = curve
@@ -41,6 +42,7 @@ def test_every_monotone_cliff_is_found(curve: tuple[int, int, int]) -> None:
     assert max(probes.count(n) for n in set(probes)) <= 2
 
 
+@settings(deadline=None)
 @given(curves(), st.floats(0.01, 0.5))
 def test_resolution_bounds_the_bracket(curve: tuple[int, int, int], resolution: float) -> None:
     highest, cliff, start = curve
@@ -54,6 +56,7 @@ def test_resolution_bounds_the_bracket(curve: tuple[int, int, int], resolution: 
         assert high - low <= max(1.0, resolution * low)
 
 
+@settings(deadline=None)
 @given(curves(), st.integers(0, 2**32))
 def test_one_wrong_answer_per_concurrency_changes_nothing(
     curve: tuple[int, int, int], seed: int
@@ -76,6 +79,7 @@ def test_one_wrong_answer_per_concurrency_changes_nothing(
     assert found.disputed == tuple(lied)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32))
 def test_search_ends_whatever_the_answers(highest: int, start: int, seed: int) -> None:
     draw = random.Random(seed)
