@@ -102,9 +102,10 @@ class Bench:
 
     def requests(self) -> list[list]:
         """Return what each server got, in the order of their start; prompt, settings and rank of each request."""
+        pids = [process.pid for process in self.attached] or self.server_pids()
         return [
             [json.loads(line) for line in file.read_text().splitlines()]
-            for pid in self.server_pids()
+            for pid in pids
             if (file := self.notes / f"requests-{pid}.jsonl").exists()
         ]
 
@@ -159,7 +160,6 @@ def bench(
         assert running(bench.server_pids()) == [], "the gate left servers behind"
 
 
-@pytest.mark.usefixtures("real_report")
 def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.run("--tolerance", "1e6") == 0
     verdict = bench.verdict()
@@ -236,6 +236,9 @@ def test_third_arm_is_compared_too(bench: Bench) -> None:
     # C's own slow-down is C's, and does not touch the verdict of B.
     tpot = {m["metric"]: m for m in comparisons["CA"]["metrics"]}["tpot"]
     assert tpot["change"] > 1
+    page = (bench.out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "http://" not in page.replace("http://127.0.0.1", "")
 
 
 def test_feature_that_never_ran_fails(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
