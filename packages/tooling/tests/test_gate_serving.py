@@ -70,7 +70,7 @@ class Bench:
                 "cpu",
             ),
             *("--sessions", "2", "--turns", "2", "--length-scale", "1/64", "--speedup", "500"),
-            *("--max-client-lag", "60000", "--out", str(self.out)),
+            *("--max-client-lag", "60000", "--max-uneven-load", "99", "--out", str(self.out)),
             *extra,
         ]
 
@@ -91,7 +91,16 @@ class Bench:
         return main(
             [
                 *("serving", *urls, "--model", str(self.folder / "model")),
-                *("--max-client-lag", "60000", "--out", str(self.out), "--order", "AB"),
+                *(
+                    "--max-client-lag",
+                    "60000",
+                    "--max-uneven-load",
+                    "99",
+                    "--out",
+                    str(self.out),
+                    "--order",
+                    "AB",
+                ),
                 *extra,
             ],
             counters_reader=fake_counters,
@@ -559,6 +568,8 @@ def test_attached_server_without_flush_is_refused_or_gets_fresh_tokens(bench: Be
     arguments += [
         "--max-client-lag",
         "60000",
+        "--max-uneven-load",
+        "99",
         "--no-flush",
         "--tolerance",
         "1e6",
@@ -691,6 +702,8 @@ def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPat
     [
         (("--url-a", "http://x:1"), "--url-a and --url-b go together"),
         (("--no-flush",), "--no-flush is for servers attached"),
+        (("--max-uneven-load", "-1"), "write a number of cores"),
+        (("--max-uneven-load", "nan"), "write a number of cores"),
         (("--rate", "1"), "--rate is for workload open, not for agents"),
         (("--workload", "open", "--input", "9"), "--sessions is for workload agents"),
         (("--workload", "mooncake"), "is for workload"),

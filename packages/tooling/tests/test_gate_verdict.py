@@ -217,6 +217,22 @@ def test_lag_limit_follows_the_token_time() -> None:
     assert judge(make_runs(), max_lag_s=0.0001).word == "INCONCLUSIVE"
 
 
+def test_load_of_other_programs_must_be_even() -> None:
+    """Of both arms alike it is noise, of one arm alone it is a difference that B did not make."""
+    runs = make_runs()
+    for run in runs:
+        run.other_cores = 1.5
+    assert judge(runs, max_uneven_cores=0.2).word == "PASS"
+    for run in runs:
+        run.other_cores = 1.5 if run.arm == "B" else 1.1
+    assert judge(runs, max_uneven_cores=0.5).word == "PASS"
+    comparison = judge(runs, max_uneven_cores=0.2)
+    assert comparison.word == "INCONCLUSIVE"
+    assert comparison.reasons == (
+        "other programs kept 1.5 cores busy during arm B and 1.1 during arm A; repeat on a quiet machine",
+    )
+
+
 def test_chunks_of_several_tokens() -> None:
     record = replace(make_record(0, 0, 0.1, 0.1, 1), chunks=((0.1, 3), (0.5, 7)))
     assert tpot_s([record]) == pytest.approx(0.1)

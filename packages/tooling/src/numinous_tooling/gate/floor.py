@@ -177,14 +177,17 @@ def load(folder: Path, setting: dict[str, Any]) -> Floor:
 
 
 def noise_of_run(
-    runs: Sequence[ArmRun], metrics: Sequence[Metric], max_lag_s: float | None
+    runs: Sequence[ArmRun],
+    metrics: Sequence[Metric],
+    max_lag_s: float | None,
+    max_uneven_cores: float = math.inf,
 ) -> dict[str, Noise]:
     """Return the noise of an A/A run per metric; empty where the run is in doubt or has one repeat.
 
     Shares are left out: their scatter follows from the share, which the limits of a run decide.
     """
     own = [run for run in runs if run.arm in "AB"]
-    if any(run.bad_answers for run in own) or doubts(own, max_lag_s):
+    if any(run.bad_answers for run in own) or doubts(own, max_lag_s, max_uneven_cores):
         return {}
     if min(sum(run.arm == arm for run in own) for arm in "AB") < 2:
         return {}

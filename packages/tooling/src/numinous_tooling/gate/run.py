@@ -70,6 +70,7 @@ class GateOptions:
     start_timeout_s: float
     stall_timeout_s: float
     max_lag_s: float | None
+    max_uneven_cores: float
     keep_logs: bool
     command: str
     api: str = "sglang"
@@ -181,6 +182,7 @@ class _Run:
             "concurrency": options.concurrency,
             "tolerances": dict(options.tolerances),
             "max_lag_s": options.max_lag_s,
+            "max_uneven_cores": options.max_uneven_cores,
             "slo": None if options.slo is None else str(options.slo),
             "api": options.api,
             "prompts": options.prompts,
@@ -402,6 +404,7 @@ class _Run:
                 features=options.arms[test].features,
                 tolerances=options.tolerances,
                 max_lag_s=options.max_lag_s,
+                max_uneven_cores=options.max_uneven_cores,
                 metrics=metrics,
                 # The floor is that of arm A's setting; arm C has another.
                 floor=self.floor.noise() if self.floor and (base, test) == ("A", "B") else None,
@@ -414,7 +417,9 @@ class _Run:
             comparisons += [against("C", "A"), against("B", "C")]
         document = self._document(main.word, main.reasons, comparisons)
         if self.floor is not None and floor.is_same_against_same(options.arms):
-            noise = floor.noise_of_run(self.runs, metrics, options.max_lag_s)
+            noise = floor.noise_of_run(
+                self.runs, metrics, options.max_lag_s, options.max_uneven_cores
+            )
             if noise:
                 self.floor.add(self.started_utc, str(options.out.resolve()), noise)
             document["noise_floor"]["stored"] = bool(noise)

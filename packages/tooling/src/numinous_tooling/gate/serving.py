@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,10 @@ OWN_SERVER_OPTIONS = (
     "port_base",
     "keep_logs",
 )
+
+
+# Of the machine's cores, by which the load of other programs may differ between arms.
+UNEVEN_LOAD_SHARE = 0.1
 
 
 def add_parser(commands: Any) -> None:
@@ -113,6 +118,12 @@ def add_parser(commands: Any) -> None:
         type=float,
         metavar="MS",
         help="limit of the client's p99 lag; left out: from TPOT",
+    )
+    add(
+        "--max-uneven-load",
+        type=float,
+        metavar="CORES",
+        help="by how much the load of other programs may differ between arms; left out: a tenth of the cores",
     )
     add(
         "--slo",
@@ -196,6 +207,7 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         start_timeout_s=options.start_timeout,
         stall_timeout_s=options.stall_timeout,
         max_lag_s=None if options.max_client_lag is None else options.max_client_lag / 1e3,
+        max_uneven_cores=_uneven_cores(options.max_uneven_load),
         keep_logs=options.keep_logs,
         command=shared.command_text(arguments),
         api=api,
@@ -289,6 +301,14 @@ def _notes(
             "answers end by themselves: arms may differ in length, and short ones are no errors"
         )
     return notes + (workload.notes(model) if isinstance(workload, MooncakeSpec) else [])
+
+
+def _uneven_cores(given: float | None) -> float:
+    if given is None:
+        return UNEVEN_LOAD_SHARE * len(os.sched_getaffinity(0))
+    if not given >= 0:
+        raise GateError(f"--max-uneven-load {given:g}: write a number of cores, 0 or more")
+    return given
 
 
 def _declared_trades(features: Sequence[str]) -> dict[str, float]:

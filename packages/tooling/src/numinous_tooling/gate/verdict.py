@@ -41,7 +41,7 @@ it passes only if every one does.
    short answers than the base arm.
 2. INCONCLUSIVE if the measurement itself is in doubt: a failed or short answer in the base arm, feature counters in a
    stock arm, different requests, a cache that was not empty at the start, a client that lagged or was busy, prompts
-   longer or shorter than planned.
+   longer or shorter than planned, other programs that kept more of the machine busy during one arm than during the other.
 3. FAIL if a metric fails; INCONCLUSIVE if one is inconclusive; PASS otherwise.
 
 PASS therefore says "not worse than the tolerance"; that B is better is said only of the metrics in `improved`.
@@ -394,9 +394,26 @@ def never_engaged(runs: Sequence[ArmRun], features: Sequence[str]) -> list[str]:
     return lines
 
 
-def doubts(runs: Sequence[ArmRun], max_lag_s: float | None) -> list[str]:
+def uneven_load(runs: Sequence[ArmRun], max_uneven_cores: float) -> list[str]:
+    """Return a line if other programs kept more cores busy during one arm's runs than during another's."""
+    by_arm: dict[str, list[float]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, []).append(run.other_cores)
+    means = sorted((fmean(cores), arm) for arm, cores in by_arm.items())
+    if not means or means[-1][0] - means[0][0] <= max_uneven_cores:
+        return []
+    (least, quiet), (most, busy) = means[0], means[-1]
+    return [
+        f"other programs kept {most:.1f} cores busy during arm {busy} and {least:.1f} during arm {quiet}; "
+        "repeat on a quiet machine"
+    ]
+
+
+def doubts(
+    runs: Sequence[ArmRun], max_lag_s: float | None, max_uneven_cores: float = math.inf
+) -> list[str]:
     """Return what makes the measurement itself doubtful, one line each."""
-    lines = []
+    lines = uneven_load(runs, max_uneven_cores)
     requests: dict[tuple[int, str, int], tuple[str, str]] = {}
     for run in runs:
         if run.arm != "B" and run.counters:
@@ -432,6 +449,7 @@ def compare(
     features: Sequence[str],
     tolerances: Mapping[str, float],
     max_lag_s: float | None = None,
+    max_uneven_cores: float = math.inf,
     metrics: Sequence[Metric] = METRICS,
     floor: Mapping[str, Noise] | None = None,
 ) -> Comparison:
@@ -444,6 +462,7 @@ def compare(
         features: must have run in the tested arm.
         tolerances: the worsening allowed, per metric name.
         max_lag_s: replaces the limit of the client's lag that follows from the time per output token.
+        max_uneven_cores: by how many cores the load of other programs may differ between the arms.
         metrics: what is judged.
         floor: noise of the stored A/A run, per metric name.
     """
@@ -457,7 +476,7 @@ def compare(
         failures.append(
             f"arm {test_arm} has {bad_test} failed or short answers, arm {base_arm} {bad_base}"
         )
-    doubtful = doubts([*base, *test], max_lag_s)
+    doubtful = doubts([*base, *test], max_lag_s, max_uneven_cores)
     if bad_base:
         doubtful.insert(0, f"{bad_base} failed or short answers in arm {base_arm}")
     failed = [f"{m.label}: {m.reason}" for m in judged if m.word == "FAIL"]
