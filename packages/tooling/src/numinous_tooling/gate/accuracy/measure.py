@@ -17,7 +17,7 @@ a time: the distance between the two is the floor, row by row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +42,8 @@ ROWS: Mapping[str, str] = {
 }
 # Sequences longer than the chunk by half: the last chunk is then not a whole one.
 CHUNKS_PER_SEQUENCE = 1.5
+# Of English and of code, with the tokenisers of today's models.
+USUAL_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Plan:
 
     Args:
         missing: rows that cannot be measured, with the reason.
+        notes: what weakens the figures, one line each.
         problems: prompts of the GSM8K problems, after `prefix`.
         solutions: tokens of their printed solutions.
         answers: the numbers that answer them.
@@ -74,6 +77,7 @@ class Plan:
     problems: tuple[tuple[int, ...], ...] = ()
     solutions: tuple[tuple[int, ...], ...] = ()
     answers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def name(self, row: str, index: int) -> str:
         """Return the name of a row's sequence."""
@@ -133,7 +137,19 @@ def make_plan(
         problems=tuple(map(tuple, asked)),
         solutions=tuple(map(tuple, solutions)),
         answers=tuple(problem.answer for problem in chosen),
+        notes=tuple(_overlaps(texts, size)),
     )
+
+
+def _overlaps(texts: Mapping[str, Sequence[Document]], size: Size) -> Iterator[str]:
+    """Yield the kinds whose text is too short for windows of their own."""
+    for kind, documents in texts.items():
+        characters = sum(len(segment.text) for document in documents for segment in document)
+        if characters < USUAL_CHARACTERS_PER_TOKEN * size.length * size.per_kind:
+            yield (
+                f"{kind}: {characters} characters are too few for {size.per_kind} windows of {size.length} tokens; "
+                "they overlap, so that intervals are too narrow: give --text"
+            )
 
 
 def _long_sequences(
