@@ -224,8 +224,10 @@ def test_a_server_that_fails_leaves_one_line_and_no_verdict(
     assert message in bench.document["reasons"][0]
 
 
-def test_logits_that_are_no_numbers_fail(bench: Bench):
-    assert bench.main(b="--nan-at 1") == 1
+def test_logits_that_are_no_numbers_fail(bench_with_page: Bench):
+    bench = bench_with_page
+    assert bench.main("--gsm8k", bench.problems(4), b="--nan-at 1") == 1
+    assert bench.document["rows"] == []
     assert "no finite number" in bench.document["reasons"][0]
 
 

@@ -43,6 +43,7 @@ from numinous_tooling.gate.arms import Arm, parse_features, server_command, serv
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.run import CountersReader
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
+from numinous_tooling.gate.verdict import EXIT_CODES
 
 CPU_SIZE = Size(per_kind=4, length=64, decode_tokens=12, concurrency=4, answer_tokens=96)
 GPU_SIZE = Size(per_kind=32, length=512, decode_tokens=128, concurrency=4, answer_tokens=320)
@@ -54,7 +55,6 @@ TOP_LOGPROBS = 128
 LAUNCH_MODULE = "sglang.launch_server"
 # How long a server that broke off may take to be seen as ended.
 DEATH_WAIT_S = 2.0
-EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,6 @@ class _Session:
 
     client: EngineClient
     counters: Callable[[], Counters]
-    model: str
 
 
 @dataclass
@@ -358,7 +357,7 @@ class _Run:
                 test = self._measure("B", session, plan, again=False)
             except NotANumber as error:
                 failures.append(str(error))
-                test = base
+                test = Measurement()
         failures += self._never_engaged()
         verdict = judge(
             plan,
@@ -407,10 +406,9 @@ class _Run:
     ) -> _Session:
         info = client.server_info()
         facts.version = str(info["version"]) if "version" in info else None
-        model = self.options.model or client.model_path()
-        self.vocabulary = vocabulary_of(model)
+        self.vocabulary = vocabulary_of(self.options.model or client.model_path())
         client.top_logprobs = self._top_logprobs()
-        return _Session(client, counters, model)
+        return _Session(client, counters)
 
     def _top_logprobs(self) -> int:
         whole = self.vocabulary
