@@ -42,6 +42,9 @@ ROWS: Mapping[str, str] = {
 }
 # Sequences longer than the chunk by half: the last chunk is then not a whole one.
 CHUNKS_PER_SEQUENCE = 1.5
+# Batches that decode together: more than one prefill takes, so that some requests wait while others decode, as in
+# serving. A single sequence at a time stays single.
+DECODE_BATCHES = 4
 # Of English and of code, with the tokenisers of today's models.
 USUAL_CHARACTERS_PER_TOKEN = 4
 
@@ -191,7 +194,7 @@ def measure(
     """Ask one server for all rows of a plan.
 
     Args:
-        concurrency: sequences per request.
+        concurrency: sequences per request; `DECODE_BATCHES` times as many in decode steps.
         reverse: whether they go in reverse order.
         counters: reads the feature counters of the server.
         on_phase: is told what comes next.
@@ -200,7 +203,9 @@ def measure(
     half = [len(sequence) // 2 for sequence in plan.sequences]
     ids = [sequence.ids for sequence in plan.sequences]
 
-    def row(name: str, count: int, ask: Callable[[list[int]], list[Item]]) -> list[Item]:
+    def row(
+        name: str, count: int, ask: Callable[[list[int]], list[Item]], at_a_time: int = concurrency
+    ) -> list[Item]:
         on_phase(ROWS.get(name, name))
         before = counters()
         client.flush_cache()
@@ -208,8 +213,8 @@ def measure(
         order = list(range(count))
         if reverse:
             order.reverse()
-        for start in range(0, count, concurrency):
-            batch = order[start : start + concurrency]
+        for start in range(0, count, at_a_time):
+            batch = order[start : start + at_a_time]
             answers.update(zip(batch, ask(batch), strict=True))
         result.engaged[name] = _engaged(before, counters())
         return [answers[index] for index in range(count)]
@@ -233,6 +238,7 @@ def measure(
         "decode",
         len(ids),
         lambda batch: client.generate([ids[i][: half[i]] for i in batch], plan.size.decode_tokens),
+        at_a_time=concurrency if concurrency == 1 else concurrency * DECODE_BATCHES,
     )
     if "protocol" not in plan.missing:
         result.rows["protocol"] = [
