@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,7 @@ pytest.importorskip("statsmodels")
 pytest.importorskip("matplotlib")
 
 from numinous_tooling.gate.__main__ import main
-from numinous_tooling.gate.accuracy import report
+from numinous_tooling.gate.accuracy import command, report
 from numinous_tooling.gate.servers import free_port
 
 FAKE = Path(__file__).with_name("gate_fake_engine.py")
@@ -58,8 +60,8 @@ class Bench:
 
     def start(self, *extra: str, b: str = "") -> int:
         """Judge two fake engines that the gate starts as its arms."""
-        command = f"{{python}} {FAKE} --port {{port}}"
-        arguments = ["accuracy", "--server-command", command, "--device", "gpu", "--chunk", "40"]
+        server = f"{{python}} {FAKE} --port {{port}}"
+        arguments = ["accuracy", "--server-command", server, "--device", "gpu", "--chunk", "40"]
         return main([*arguments, f"--flags-b={b}", *self.size(), *extra], fake_counters)
 
     def size(self) -> list[str]:
@@ -159,6 +161,14 @@ def test_top_k_bounds_are_stated_and_decide(bench: Bench):
     assert cold["distance"]["kl_low"]["value"] < cold["distance"]["kl_high"]["value"]
 
 
+def test_texts_too_short_for_their_windows_are_noted(bench: Bench):
+    text = bench.folder / "short.txt"
+    text.write_text("A few words, and no more than these.\n")
+    assert bench.main("--text", f"prose={text}") == 0
+    assert "37 characters are too few for 4 windows of 24 tokens" in bench.document["notes"][0]
+    assert "no tool call" in bench.document["not_measured"]["tool-call / JSON tokens"]
+
+
 def test_bit_exact_mode_names_the_first_difference(bench: Bench):
     assert bench.main("--bit-exact") == 0
     assert set(bench.words().values()) == {"PASS"}
@@ -214,8 +224,10 @@ def test_a_server_that_fails_leaves_one_line_and_no_verdict(
     assert message in bench.document["reasons"][0]
 
 
-def test_logits_that_are_no_numbers_fail(bench: Bench):
-    assert bench.main(b="--nan-at 1") == 1
+def test_logits_that_are_no_numbers_fail(bench_with_page: Bench):
+    bench = bench_with_page
+    assert bench.main("--gsm8k", bench.problems(4), b="--nan-at 1") == 1
+    assert bench.document["rows"] == []
     assert "no finite number" in bench.document["reasons"][0]
 
 
@@ -267,3 +279,19 @@ def test_what_makes_no_sense_is_refused_in_one_line(bench: Bench, arguments, mes
     assert message in error
     assert "\n" not in error
     assert not bench.out.exists()
+
+
+def test_a_fault_is_planted_by_another_main_module_in_b_only():
+    template = ("{python}", "-m", "sglang.launch_server", "--port", "{port}")
+    planted = (*template[:2], "numinous_tooling.engine.planted", "head", *template[3:])
+    assert command._planted(template, "head") == planted
+    assert command._planted(template, None) == template
+
+
+def test_an_unknown_fault_is_one_line():
+    line = [sys.executable, "-m", "numinous_tooling.engine.planted", "--port", "1"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "planted: '--port' is no fault; write one of kv-scale, head, page first"
+    ]

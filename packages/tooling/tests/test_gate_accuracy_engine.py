@@ -33,7 +33,8 @@ FLAGS = (
     "--dtype float32 --disable-cuda-graph --skip-server-warmup --max-total-tokens 4096 --max-running-requests 8 "
     "--context-length 1024 --chunked-prefill-size 64 --sleep-on-idle"
 )
-SIZE = ["--sequences", "4", "--tokens", "32", "--decode-tokens", "4", "--concurrency", "2"]
+SIZE = ["--sequences", "4", "--tokens", "32", "--decode-tokens", "4"]
+IN_PAIRS = ["--concurrency", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,8 @@ def test_stock_agrees_with_itself(stock: str, model: Path, tmp_path: Path):
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 4)
     # The four worked examples are longer than the context in bytes, and the row says so.
-    code, document = judge(stock, stock, model, tmp_path / "a", "--gsm8k", str(problems))
+    arguments = [*IN_PAIRS, "--gsm8k", str(problems)]
+    code, document = judge(stock, stock, model, tmp_path / "a", *arguments)
     assert code == 0
     assert document["method"]["distribution"] == "full vocabulary"
     assert {row["row"] for row in document["rows"]} == {
@@ -121,7 +123,7 @@ def test_stock_agrees_with_itself(stock: str, model: Path, tmp_path: Path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_fails(fault: str, stock: str, model: Path, tmp_path: Path):
     with serving(model, tmp_path, "numinous_tooling.engine.planted", fault) as url:
-        code, document = judge(stock, url, model, tmp_path / "out")
+        code, document = judge(stock, url, model, tmp_path / "out", *IN_PAIRS)
     assert code == 1
     words = {row["row"]: row["word"] for row in document["rows"]}
     assert set(words.values()) == {"FAIL"}, words

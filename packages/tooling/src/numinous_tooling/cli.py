@@ -243,7 +243,7 @@ def doctor(
     add_help_option=False,
 )
 def gate(context: typer.Context) -> None:
-    """Decide by measurement: `numinous gate serving ...` (see `numinous gate serving --help`)."""
+    """Decide by measurement: `numinous gate serving ...`, `numinous gate accuracy ...` (see `--help` of each)."""
     try:
         from .gate.__main__ import main as gate_main
     except ModuleNotFoundError as missing:

@@ -43,18 +43,18 @@ from numinous_tooling.gate.arms import Arm, parse_features, server_command, serv
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.run import CountersReader
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
+from numinous_tooling.gate.verdict import EXIT_CODES
 
 CPU_SIZE = Size(per_kind=4, length=64, decode_tokens=12, concurrency=4, answer_tokens=96)
-GPU_SIZE = Size(per_kind=16, length=1024, decode_tokens=128, concurrency=8, answer_tokens=320)
+GPU_SIZE = Size(per_kind=32, length=512, decode_tokens=128, concurrency=4, answer_tokens=320)
 # Tokens per prefill chunk. A batch of whole sequences fits into one, so that only *chunked* is chunked.
-CPU_CHUNK, GPU_CHUNK = 256, 8192
+CPU_CHUNK, GPU_CHUNK = 256, 2048
 # Larger vocabularies are asked for their most likely tokens only: whole ones would be gigabytes of JSON.
 FULL_VOCABULARY = 4096
 TOP_LOGPROBS = 128
 LAUNCH_MODULE = "sglang.launch_server"
 # How long a server that broke off may take to be seen as ended.
 DEATH_WAIT_S = 2.0
-EXIT_CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def add_parser(commands: Any) -> None:
     add(
         "--sequences",
         type=shared.positive,
-        help="sequences of each kind; left out: 4 on CPU, 16 on GPU",
+        help="sequences of each kind; left out: 4 on CPU, 32 on GPU",
     )
     add(
         "--tokens",
         type=shared.positive,
-        help="tokens of a sequence; left out: 64 on CPU, 1024 on GPU",
+        help="tokens of a sequence; left out: 64 on CPU, 512 on GPU",
     )
     add(
         "--decode-tokens",
@@ -127,12 +127,12 @@ def add_parser(commands: Any) -> None:
     add(
         "--concurrency",
         type=shared.positive,
-        help="sequences per request; left out: 4 on CPU, 8 on GPU; the floor is measured with half as many (2 for 1)",
+        help="sequences per request; left out: 4; the floor is measured with half as many (2 for 1)",
     )
     add(
         "--chunk",
         type=shared.positive,
-        help="tokens per prefill chunk of all arms; left out: 256 on CPU, 8192 on GPU",
+        help="tokens per prefill chunk of all arms; left out: 256 on CPU, 2048 on GPU",
     )
     add(
         "--top-k",
@@ -311,7 +311,6 @@ class _Session:
 
     client: EngineClient
     counters: Callable[[], Counters]
-    model: str
 
 
 @dataclass
@@ -358,7 +357,7 @@ class _Run:
                 test = self._measure("B", session, plan, again=False)
             except NotANumber as error:
                 failures.append(str(error))
-                test = base
+                test = Measurement()
         failures += self._never_engaged()
         verdict = judge(
             plan,
@@ -407,10 +406,9 @@ class _Run:
     ) -> _Session:
         info = client.server_info()
         facts.version = str(info["version"]) if "version" in info else None
-        model = self.options.model or client.model_path()
-        self.vocabulary = vocabulary_of(model)
+        self.vocabulary = vocabulary_of(self.options.model or client.model_path())
         client.top_logprobs = self._top_logprobs()
-        return _Session(client, counters, model)
+        return _Session(client, counters)
 
     def _top_logprobs(self) -> int:
         whole = self.vocabulary
@@ -491,6 +489,7 @@ class _Run:
         document = self._head(verdict.word, verdict.reasons)
         document["rows"] = [asdict(row) for row in verdict.rows]
         document["not_measured"] = {ROWS[row]: reason for row, reason in plan.missing.items()}
+        document["notes"] = list(plan.notes)
         document["engaged"] = {"A": base.engaged, "A again": again.engaged, "B": test.engaged}
         problems = self.options.problems
         if problems is not None:

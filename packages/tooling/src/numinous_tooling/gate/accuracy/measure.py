@@ -17,7 +17,7 @@ a time: the distance between the two is the floor, row by row.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +42,11 @@ ROWS: Mapping[str, str] = {
 }
 # Sequences longer than the chunk by half: the last chunk is then not a whole one.
 CHUNKS_PER_SEQUENCE = 1.5
+# Batches that decode together: more than one prefill takes, so that some requests wait while others decode, as in
+# serving. A single sequence at a time stays single.
+DECODE_BATCHES = 4
+# Of English and of code, with the tokenisers of today's models.
+USUAL_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Plan:
 
     Args:
         missing: rows that cannot be measured, with the reason.
+        notes: what weakens the figures, one line each.
         problems: prompts of the GSM8K problems, after `prefix`.
         solutions: tokens of their printed solutions.
         answers: the numbers that answer them.
@@ -74,6 +80,7 @@ class Plan:
     problems: tuple[tuple[int, ...], ...] = ()
     solutions: tuple[tuple[int, ...], ...] = ()
     answers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def name(self, row: str, index: int) -> str:
         """Return the name of a row's sequence."""
@@ -133,7 +140,19 @@ def make_plan(
         problems=tuple(map(tuple, asked)),
         solutions=tuple(map(tuple, solutions)),
         answers=tuple(problem.answer for problem in chosen),
+        notes=tuple(_overlaps(texts, size)),
     )
+
+
+def _overlaps(texts: Mapping[str, Sequence[Document]], size: Size) -> Iterator[str]:
+    """Yield the kinds whose text is too short for windows of their own."""
+    for kind, documents in texts.items():
+        characters = sum(len(segment.text) for document in documents for segment in document)
+        if characters < USUAL_CHARACTERS_PER_TOKEN * size.length * size.per_kind:
+            yield (
+                f"{kind}: {characters} characters are too few for {size.per_kind} windows of {size.length} tokens; "
+                "they overlap, so that intervals are too narrow: give --text"
+            )
 
 
 def _long_sequences(
@@ -175,7 +194,7 @@ def measure(
     """Ask one server for all rows of a plan.
 
     Args:
-        concurrency: sequences per request.
+        concurrency: sequences per request; `DECODE_BATCHES` times as many in decode steps.
         reverse: whether they go in reverse order.
         counters: reads the feature counters of the server.
         on_phase: is told what comes next.
@@ -184,7 +203,9 @@ def measure(
     half = [len(sequence) // 2 for sequence in plan.sequences]
     ids = [sequence.ids for sequence in plan.sequences]
 
-    def row(name: str, count: int, ask: Callable[[list[int]], list[Item]]) -> list[Item]:
+    def row(
+        name: str, count: int, ask: Callable[[list[int]], list[Item]], at_a_time: int = concurrency
+    ) -> list[Item]:
         on_phase(ROWS.get(name, name))
         before = counters()
         client.flush_cache()
@@ -192,8 +213,8 @@ def measure(
         order = list(range(count))
         if reverse:
             order.reverse()
-        for start in range(0, count, concurrency):
-            batch = order[start : start + concurrency]
+        for start in range(0, count, at_a_time):
+            batch = order[start : start + at_a_time]
             answers.update(zip(batch, ask(batch), strict=True))
         result.engaged[name] = _engaged(before, counters())
         return [answers[index] for index in range(count)]
@@ -217,6 +238,7 @@ def measure(
         "decode",
         len(ids),
         lambda batch: client.generate([ids[i][: half[i]] for i in batch], plan.size.decode_tokens),
+        at_a_time=concurrency if concurrency == 1 else concurrency * DECODE_BATCHES,
     )
     if "protocol" not in plan.missing:
         result.rows["protocol"] = [

@@ -53,8 +53,8 @@ def write_records(
                 {
                     "problem": index,
                     "answer": answer,
-                    "texts": [m.texts[index] for m in (base, again, test)],
-                    "right": [m.right[index] for m in (base, again, test)],
+                    "texts": [m.texts[index] for m in (base, again, test) if m.texts],
+                    "right": [m.right[index] for m in (base, again, test) if m.right],
                 }
                 for index, answer in enumerate(plan.answers)
             ],

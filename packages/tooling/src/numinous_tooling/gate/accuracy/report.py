@@ -94,6 +94,7 @@ def headline(document: Mapping[str, Any]) -> str:
 def notes(document: Mapping[str, Any], rows: Sequence[RowVerdict]) -> list[str]:
     """Return what the table does not say: rows left out, and what undecided rows mean."""
     lines = [f"not measured: {row}: {why}" for row, why in document["not_measured"].items()]
+    lines += [f"note: {note}" for note in document["notes"]]
     lines += [f"{row.label}: {row.reason}" for row in rows if not row.decides]
     return lines
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from numinous_tooling.gate.accuracy import gsm8k
 from numinous_tooling.gate.accuracy.distance import (
@@ -41,8 +40,8 @@ from numinous_tooling.gate.accuracy.distance import (
     summarise,
 )
 from numinous_tooling.gate.accuracy.measure import ROWS, Measurement, Plan
+from numinous_tooling.gate.verdict import Word
 
-Word = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 MIN_FLOOR = 1e-5
 MIN_LOSS_FLOOR = 1e-3
 DEFAULT_MARGIN = 3.0
@@ -110,7 +109,7 @@ def judge(
     rows: list[RowVerdict] = []
     positions: dict[str, tuple[Positions, Positions]] = {}
     for row, label in ROWS.items():
-        if row not in base.rows:
+        if row not in base.rows or row not in test.rows:
             continue
         three = base.rows[row], again.rows[row], test.rows[row]
         if rule.bit_exact:
@@ -124,7 +123,7 @@ def judge(
         rows.append(judge_distance(row, label, *summaries, rule.margin))
         if row == "gold":
             rows.append(judge_loss(summaries[0].nll_delta, summaries[1].nll_delta, rule.margin))
-    if base.right and not rule.bit_exact:
+    if base.right and test.right and not rule.bit_exact:
         outcome = gsm8k.exact_match(base.right, test.right)
         floor_match = gsm8k.exact_match(base.right, again.right)
         rows.append(judge_exact_match(outcome, floor_match, rule.exact_tolerance))
