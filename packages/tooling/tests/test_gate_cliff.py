@@ -365,7 +365,9 @@ def test_lower_cliff_of_the_fake_server_fails(
     assert len((tmp_path / "notes" / "pids").read_text().split()) == 2
     assert "--max-total-tokens" in document["arms"]["A"]["flags"]
     assert document["pool"] == {"max_total_tokens": 4096}
-    assert (tmp_path / "out" / "cliff.png").stat().st_size > 10_000
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 1
+    assert 'download="cliff.json.gz"' in page
     assert "2 or more" in out
     assert "1 (fails at 2)" in out
     assert none_left(tmp_path)

@@ -186,10 +186,6 @@ def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> No
     records = [json.loads(line) for line in (bench.out / "records.jsonl").read_text().splitlines()]
     assert len(records) == 16
     assert all(record["got_tokens"] == record["expected_tokens"] for record in records)
-    page = (bench.out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 2
-    assert 'download="records.jsonl.gz"' in page
-    assert "http://" not in page.replace("http://127.0.0.1", "")
 
     # Arms of a repeat got the same requests, repeats did not.
     a1, b1, b2, a2 = (
@@ -247,6 +243,7 @@ def test_third_arm_is_compared_too(bench: Bench) -> None:
     assert tpot["change"] > 1
     page = (bench.out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 2
+    assert 'download="records.jsonl.gz"' in page
     assert "http://" not in page.replace("http://127.0.0.1", "")
 
 

@@ -389,9 +389,9 @@ def run(
     chosen = _cliff_options(options, arguments)
     document = CliffRun(chosen, interrupts, counters_reader).execute()
 
-    from numinous_tooling.gate.cliff_report import terminal_text, write_figure
+    from numinous_tooling.gate.cliff_report import terminal_text, write_html
 
-    write_figure(document, chosen.out / "cliff.png")
+    write_html(document, chosen.out)
     if options.json:
         print(json.dumps(document, indent=1))
     else:

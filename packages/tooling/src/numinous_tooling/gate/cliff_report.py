@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-COLOURS = {"A": "#4477aa", "B": "#cc6677"}
+from numinous_tooling.gate import page
+from numinous_tooling.gate.page import COLOURS, text_table
 
 
 def bracket_text(cliff: Mapping[str, Any]) -> str:
@@ -21,34 +22,59 @@ def bracket_text(cliff: Mapping[str, Any]) -> str:
     return text + "".join(f", {mark} {', '.join(map(str, cliff[mark]))}" for mark in marks)
 
 
-def terminal_text(document: Mapping[str, Any], out: Path) -> str:
-    """Return the summary for the terminal, verdict last."""
+def frontier_rows(document: Mapping[str, Any]) -> list[list[str]]:
+    """Return the head, and a row per context with the cliff of each arm."""
     arms = document["arms"]
     head = ["context", *(f"{letter} {arm['label']}" for letter, arm in arms.items())]
-    rows = [
+    return [head] + [
         [str(context), *(bracket_text(arm["frontier"][str(context)]) for arm in arms.values())]
         for context in document["contexts"]
     ]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        f"users that hold {document['limit_tok_s_user']:g} tok/s each (nine of ten), by tokens of context",
-        *(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in [head, *rows]
-        ),
-    ]
-    lines += [
+
+
+def pool_lines(document: Mapping[str, Any]) -> list[str]:
+    """Return what each server said of its pool, where it said something."""
+    return [
         f"{found['run']}: the server reports a pool of {found['pool_tokens']} tokens"
         for found in document["searches"]
         if found["pool_tokens"] is not None
     ]
+
+
+def headline(document: Mapping[str, Any]) -> str:
+    """Return what the table shows."""
+    limit = document["limit_tok_s_user"]
+    return f"users that hold {limit:g} tok/s each (nine of ten), by tokens of context"
+
+
+def terminal_text(document: Mapping[str, Any], out: Path) -> str:
+    """Return the summary for the terminal, verdict last."""
     return "\n".join(
         [
-            *lines,
+            headline(document),
+            *text_table(frontier_rows(document)),
+            *pool_lines(document),
             f"{document['verdict']}: {'; '.join(document['reasons'])}",
-            f"figure: {out / 'cliff.png'}, probes: {out / 'cliff.json'}",
+            f"report: {out / 'report.html'}",
         ]
     )
+
+
+def write_html(document: Mapping[str, Any], out: Path) -> None:
+    """Write ``report.html``: verdict first, then the frontier, all probes, how to repeat the run, and the raw records."""
+    head, *rows = frontier_rows(document)
+    shown = ("model", "contexts", "order", "features", "machine", "git", "started_utc", "elapsed_s")
+    environment = {key: document[key] for key in shown if key in document}
+    parts = [
+        page.paragraphs([headline(document)]),
+        page.bullets(document["reasons"]),
+        page.table(head, rows),
+        page.bullets(pool_lines(document)),
+        page.image(cliff_figure(document), "frontier, and probes per context"),
+        page.repeat(document["command"], environment),
+        page.downloads([out / "cliff.json"]),
+    ]
+    page.write(out / "report.html", "Capacity cliff", document["verdict"], parts)
 
 
 def cliff_figure(document: Mapping[str, Any]) -> Figure:
@@ -89,8 +115,3 @@ def cliff_figure(document: Mapping[str, Any]) -> Figure:
         axes.set_ylabel("tok/s per user, p10 (v: cut, below)")
         axes.set_ylim(bottom=0)
     return figure
-
-
-def write_figure(document: Mapping[str, Any], path: Path) -> None:
-    """Draw into a file."""
-    cliff_figure(document).savefig(path, dpi=110)
