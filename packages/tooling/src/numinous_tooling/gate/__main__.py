@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from numinous_tooling.gate import cliff, compare, serving
 from numinous_tooling.gate.accuracy import command as accuracy
+from numinous_tooling.gate.engaged import CountersReader, read_counters
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.options import bind_flag_values
-from numinous_tooling.gate.run import CountersReader, read_counters
 from numinous_tooling.gate.servers import Interrupts
 
 COMMANDS = {"serving": serving, "accuracy": accuracy, "cliff": cliff, "compare": compare}

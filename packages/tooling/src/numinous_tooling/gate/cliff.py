@@ -59,10 +59,10 @@ from numinous_tooling.gate.arms import (
 )
 from numinous_tooling.gate.cliff_probe import NEW_TOKENS, CliffOptions, Probe, Prober, turn_prompts
 from numinous_tooling.gate.cliff_search import Bracket, search
+from numinous_tooling.gate.engaged import CountersReader
 from numinous_tooling.gate.errors import GateError, Interrupted
 from numinous_tooling.gate.measures import ArmRun
 from numinous_tooling.gate.progress import Progress, open_progress
-from numinous_tooling.gate.run import CountersReader
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.gate.verdict import EXIT_CODES, Word, never_engaged
 from numinous_tooling.gate.workload import read_model
@@ -392,10 +392,7 @@ def run(
     from numinous_tooling.gate.cliff_report import terminal_text, write_html
 
     write_html(document, chosen.out)
-    if options.json:
-        print(json.dumps(document, indent=1))
-    else:
-        print(terminal_text(document, chosen.out))
+    shared.show(options, document, terminal_text(document, chosen.out))
     word: Word = document["verdict"]
     return EXIT_CODES[word]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.arms import Arm
-from numinous_tooling.gate.conversation import Conversation, Outcome
+from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import METRICS, ArmRun, percentiles, units
 from numinous_tooling.gate.plan import MAX_PLANNED_TOKENS, ModelFacts, SessionPlan, Turn, draw
@@ -237,11 +237,7 @@ class Prober:
             finally:
                 timer.cancel()
         if outcome is None and not cut.is_set():
-            detail = stderr_log.read_text(errors="replace").strip().splitlines()
-            raise GateError(
-                f"the client process of {self._server.name} ended early "
-                f"({detail[-1] if detail else 'no message'}); see {stderr_log}"
-            )
+            raise client_failed(self._server.name, stderr_log)
         if stderr_log.stat().st_size == 0:
             stderr_log.unlink()
         return outcome

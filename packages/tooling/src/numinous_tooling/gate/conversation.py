@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.client import RequestRecord
+from numinous_tooling.gate.engaged import Counters
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.gauges import GaugeSampler
 from numinous_tooling.gate.progress import Progress
 from numinous_tooling.gate.servers import AnyServer, OtherLoad
-
-Counters = dict[str, dict[str, int]]
 
 TICK_S = 0.5
 # For an interpreter to start and to import.
@@ -159,3 +159,11 @@ def record_of(fields: dict[str, Any]) -> RequestRecord:
     known = {name: fields[name] for name in RequestRecord.__dataclass_fields__ if name in fields}
     known["chunks"] = tuple((seconds, tokens) for seconds, tokens in known["chunks"])
     return RequestRecord(**known)
+
+
+def client_failed(name: str, stderr_log: Path) -> GateError:
+    """Return the error to raise for a client process that ended before its job; `name` is the run's."""
+    detail = stderr_log.read_text(errors="replace").strip().splitlines()
+    return GateError(
+        f"the client process of {name} ended early ({detail[-1] if detail else 'no message'}); see {stderr_log}"
+    )

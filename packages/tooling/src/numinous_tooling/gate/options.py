@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from numinous_tooling.gate import provenance
 from numinous_tooling.gate.arms import Arm, ArmOptions, build_arms, flag_value
@@ -161,6 +163,11 @@ def out_folder(options: argparse.Namespace) -> Path:
 def server_template(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the words of the server command, placeholders not yet filled."""
     return words("--server-command", options.server_command or SERVER_TEMPLATE)
+
+
+def show(options: argparse.Namespace, document: Mapping[str, Any], text: str) -> None:
+    """Print a finished run: its document with ``--json``, else the text."""
+    print(json.dumps(document, indent=1) if options.json else text)
 
 
 def command_text(arguments: Sequence[str]) -> str:

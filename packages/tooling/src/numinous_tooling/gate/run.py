@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,8 @@ from typing import Any, TextIO
 from numinous_tooling.gate import floor, prompts, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
-from numinous_tooling.gate.conversation import Conversation, Counters, Outcome
+from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
+from numinous_tooling.gate.engaged import Counters, CountersReader, counted_between, read_counters
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
 from numinous_tooling.gate.plan import ModelFacts, SessionPlan, Workload, build_warmup, digest
@@ -39,8 +40,6 @@ from numinous_tooling.gate.servers import (
     served_model,
 )
 from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
-
-CountersReader = Callable[[Path], Counters]
 
 WARMUP_REQUESTS = 4
 LOG_HEAD_LINES = LOG_FOOT_LINES = 300
@@ -96,14 +95,6 @@ class GateResult:
     comparisons: list[Comparison]
     document: dict[str, Any]
     """The content of verdict.json."""
-
-
-def read_counters(state_dir: Path) -> Counters:
-    """Read the feature counters that the processes of a server left in `state_dir`."""
-    from numinous_tooling.patching import counters
-
-    totals: Counters = counters.read_totals(state_dir)
-    return totals
 
 
 def run_gate(
@@ -271,7 +262,7 @@ class _Run:
             if arm.url is None:
                 self.progress.phase("server stopping")
         # Read after the end of an own server, so that counts which a process writes last are in.
-        counters = _difference(self._counters(state_dir), outcome.counters_before)
+        counters = counted_between(outcome.counters_before, self._counters(state_dir))
         shutil.rmtree(own_state_dir, ignore_errors=True)
         share = outcome.cpu_s / outcome.wall_s if outcome.wall_s else 0.0
         drift = prompts.drift(
@@ -377,11 +368,7 @@ class _Run:
                 lambda: self._counters(state_dir),
             ).hold(job)
             if outcome is None:
-                detail = stderr_log.read_text(errors="replace").strip().splitlines()
-                raise GateError(
-                    f"the client process of {name} ended early ({detail[-1] if detail else 'no message'}); "
-                    f"see {stderr_log}"
-                )
+                raise client_failed(name, stderr_log)
         if stderr_log.stat().st_size == 0:
             stderr_log.unlink()
         return outcome
@@ -551,17 +538,6 @@ def _doubts_of(run: ArmRun) -> list[str]:
             "is judged"
         )
     return doubts
-
-
-def _difference(after: Counters, before: Counters) -> Counters:
-    """Return what was counted between two readings; features with nothing are left out."""
-    result: Counters = {}
-    for feature, counts in after.items():
-        rest = {key: count - before.get(feature, {}).get(key, 0) for key, count in counts.items()}
-        rest = {key: count for key, count in rest.items() if count}
-        if rest:
-            result[feature] = rest
-    return result
 
 
 def _shorten(log: Path) -> None:

@@ -7,7 +7,6 @@ Instead of starting servers it can use two that run already (``--url-a``, ``--ur
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,11 +17,12 @@ from typing import Any
 from numinous_tooling.gate import options as shared
 from numinous_tooling.gate import workload_options as workloads
 from numinous_tooling.gate.arms import attached_arms, parse_features, parse_order
+from numinous_tooling.gate.engaged import CountersReader
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.floor import default_folder
 from numinous_tooling.gate.measures import METRICS, Metric, judged_metrics, parse_slo
 from numinous_tooling.gate.plan import ModelFacts, Workload
-from numinous_tooling.gate.run import CountersReader, GateOptions, run_gate
+from numinous_tooling.gate.run import GateOptions, run_gate
 from numinous_tooling.gate.servers import Interrupts, served_model
 from numinous_tooling.gate.verdict import EXIT_CODES
 from numinous_tooling.gate.workload import read_model
@@ -160,10 +160,7 @@ def run(
     )  # matplotlib takes a second to import
 
     write_html(result, gate.out)
-    if options.json:
-        print(json.dumps(result.document, indent=1))
-    else:
-        print(terminal_text(result, gate.out))
+    shared.show(options, result.document, terminal_text(result, gate.out))
     return EXIT_CODES[result.word]
 
 

@@ -60,6 +60,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
+from numinous_tooling.gate.engaged import never_ran
 from numinous_tooling.gate.measures import (
     METRICS,
     ArmRun,
@@ -382,16 +383,7 @@ def cache_leftover(run: ArmRun) -> int:
 
 def never_engaged(runs: Sequence[ArmRun], features: Sequence[str]) -> list[str]:
     """Return one line per run and feature that was to run and did not."""
-    lines = []
-    for run in runs:
-        for feature in features:
-            counts = run.counters.get(feature, {})
-            if counts.get("engaged", 0) <= 0:
-                refused = ", ".join(
-                    f"{key} {count}" for key, count in sorted(counts.items()) if key != "engaged"
-                )
-                lines.append(f"{run.name}: {feature} never ran ({refused or 'no counters'})")
-    return lines
+    return [line for run in runs for line in never_ran(run.name, run.counters, features)]
 
 
 def uneven_load(runs: Sequence[ArmRun], max_uneven_cores: float) -> list[str]:

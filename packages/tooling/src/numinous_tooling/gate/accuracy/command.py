@@ -40,8 +40,8 @@ from numinous_tooling.gate.accuracy.verdict import (
     judge,
 )
 from numinous_tooling.gate.arms import Arm, parse_features, server_command, server_environment
+from numinous_tooling.gate.engaged import CountersReader, counted_between, never_ran
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
-from numinous_tooling.gate.run import CountersReader
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.gate.verdict import EXIT_CODES
 
@@ -186,10 +186,7 @@ def run(
     )  # matplotlib takes a second to import
 
     write_html(result, gate.out)
-    if options.json:
-        print(json.dumps(result.document, indent=1))
-    else:
-        print(terminal_text(result, gate.out))
+    shared.show(options, result.document, terminal_text(result, gate.out))
     return EXIT_CODES[result.verdict.word]
 
 
@@ -358,7 +355,7 @@ class _Run:
             except NotANumber as error:
                 failures.append(str(error))
                 test = Measurement()
-        failures += self._never_engaged()
+        failures += never_ran("B", self.facts["B"].counters, self.options.features)
         verdict = judge(
             plan,
             base,
@@ -460,18 +457,8 @@ class _Run:
             before = self.read_counters(state)
             yield server
         # Read after the end, so that counts which a process writes last are in.
-        facts.counters = _difference(self.read_counters(state), before)
+        facts.counters = counted_between(before, self.read_counters(state))
         shutil.rmtree(state, ignore_errors=True)
-
-    def _never_engaged(self) -> list[str]:
-        counts = self.facts["B"].counters
-        lines = []
-        for feature in self.options.features:
-            own = counts.get(feature, {})
-            if own.get("engaged", 0) <= 0:
-                refused = ", ".join(f"{key} {count}" for key, count in sorted(own.items()))
-                lines.append(f"B: {feature} never ran ({refused or 'no counters'})")
-        return lines
 
     def _doubts(self) -> list[str]:
         doubts = []
@@ -566,16 +553,6 @@ class _Run:
         self, verdict: Verdict, plan: Plan, base: Measurement, again: Measurement, test: Measurement
     ) -> None:
         write_records(self.options.out, verdict, plan, base, again, test)
-
-
-def _difference(after: Counters, before: Counters) -> dict[str, dict[str, int]]:
-    """Return what was counted between two readings; features with nothing are left out."""
-    result = {}
-    for feature, counts in after.items():
-        rest = {key: count - before.get(feature, {}).get(key, 0) for key, count in counts.items()}
-        if any(rest.values()):
-            result[feature] = {key: count for key, count in rest.items() if count}
-    return result
 
 
 def _say(name: str, text: str) -> None:
