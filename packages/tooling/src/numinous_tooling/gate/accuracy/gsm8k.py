@@ -160,8 +160,12 @@ def detectable_shift(count: int, discordant: int) -> float:
     """Return the net shift, as a share of problems, that McNemar's test finds with `POWER` at level `ALPHA`.
 
     Normal approximation, (z_alpha/2 + z_power) * sqrt(discordant share / count). Where no problem was discordant the
-    share is taken at the upper end of its 95 % interval instead of at 0.
+    share is taken at the upper end of its 95 % interval instead of at 0. The approximation promises too much where few
+    are discordant: the exact test needs at least 6 problems that all went one way, so that no shift counts as seen
+    which does not bring that many with `POWER` (7.9 expected ones, Poisson).
     """
     share = discordant / count if discordant else 1 - (1 - 0.95) ** (1 / count)
     z = stats.norm.ppf(1 - ALPHA / 2) + stats.norm.ppf(POWER)
-    return min(1.0, float(z * math.sqrt(share / count)))
+    needed = math.ceil(math.log2(2 / ALPHA))  # p = 2 * 0.5 ** needed
+    least = stats.chi2.ppf(POWER, 2 * needed) / 2 / count
+    return min(1.0, max(float(least), float(z * math.sqrt(share / count))))
