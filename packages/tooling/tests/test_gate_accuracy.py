@@ -256,6 +256,24 @@ def test_a_text_without_a_window_is_refused(bench: Bench):
     assert "no text gives a window of 16 tokens" in bench.capsys.readouterr().err
 
 
+def test_counters_of_a_killed_run_in_the_same_folder_are_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    left = bench.out / "state-A" / "totals.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("{}")
+    met = []
+
+    def reader(state_dir: Path) -> dict[str, dict[str, int]]:
+        met.append((state_dir / left.name).exists())
+        return {}
+
+    monkeypatch.setattr(sys.modules[__name__], "fake_counters", reader)
+    assert bench.start() == 0
+    assert met
+    assert not any(met)
+
+
 def test_an_earlier_run_in_the_same_folder_is_no_part_of_this_one(bench: Bench):
     assert bench.main("--gsm8k", bench.problems(4)) == 0
     assert (bench.out / "gsm8k.jsonl").is_file()
@@ -302,6 +320,7 @@ def test_a_row_that_cannot_be_measured_says_why(bench: Bench):
             "sglang.launch_server",
         ),
         (["--bit-exact", "--concurrency", "2"], "one sequence at a time"),
+        (["--decode-tokens", "1"], "the first token comes from the prefill"),
         (["--tokens", "3"], "a sequence has at least 16 tokens"),
         (["--stall-timeout", "nan"], "--stall-timeout: want a positive number of seconds"),
         (["--seed=-1"], "want a whole number from 0 on"),

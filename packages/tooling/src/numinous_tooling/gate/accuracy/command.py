@@ -203,6 +203,8 @@ def _accuracy_options(options: argparse.Namespace, arguments: Sequence[str]) -> 
         raise GateError("--bit-exact sends one sequence at a time; leave --concurrency out")
     if options.tokens is not None and options.tokens < MIN_TOKENS:
         raise GateError(f"--tokens {options.tokens}: a sequence has at least {MIN_TOKENS} tokens")
+    if options.decode_tokens == 1:
+        raise GateError("--decode-tokens 1: the first token comes from the prefill; want 2 or more")
     for name in ("start_timeout", "stall_timeout"):
         if not 0 < getattr(options, name) < math.inf:
             raise GateError(f"--{name.replace('_', '-')}: want a positive number of seconds")
@@ -452,7 +454,8 @@ class _Run:
         options = self.options
         arm = options.arms[letter]
         state = options.out / f"state-{letter}"
-        state.mkdir(exist_ok=True)
+        shutil.rmtree(state, ignore_errors=True)  # of a run that was killed
+        state.mkdir()
         index = "AB".index(letter)
         port = free_port() if options.port_base is None else options.port_base + index
         assert options.model is not None

@@ -4,9 +4,10 @@
 - **cold**: every token computed in one prefill, nothing cached;
 - **hit**: the second half of each sequence scored on top of its first half, which is read from the prefix cache;
 - **chunked**: sequences longer than the server's prefill chunk, nothing cached;
-- **decode**: positions computed by decode steps. The engine cannot be forced along tokens there (a logit processor
-  that forces them also changes the log-probabilities that are returned, and features may refuse to run beside it), so
-  both arms generate greedily and are compared up to and including the position at which their tokens part;
+- **decode**: positions computed by decode steps, after a first one from the prefill. The engine cannot be forced along
+  tokens there (a logit processor that forces them also changes the log-probabilities that are returned, and features
+  may refuse to run beside it), so both arms generate greedily and are compared up to and including the position at
+  which their tokens part;
 - **protocol**: the tool-call and JSON tokens of *cold*;
 - **gold**: the printed GSM8K solutions, scored on top of a cached few-shot prompt.
 
