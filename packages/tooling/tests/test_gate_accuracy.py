@@ -274,6 +274,13 @@ def test_counters_of_a_killed_run_in_the_same_folder_are_gone(
     assert not any(met)
 
 
+def test_a_server_that_a_killed_run_left_behind_is_not_measured(bench: Bench):
+    with serving() as url:
+        port = url.rpartition(":")[2]
+        assert bench.start("--port-base", port) == 2
+    assert f"server A: port {port} is taken" in bench.capsys.readouterr().err
+
+
 def test_an_earlier_run_in_the_same_folder_is_no_part_of_this_one(bench: Bench):
     assert bench.main("--gsm8k", bench.problems(4)) == 0
     assert (bench.out / "gsm8k.jsonl").is_file()
