@@ -120,6 +120,9 @@ def test_power_is_what_the_detectable_shift_says():
         ("the answer is 12.", "12"),
         ("first 5, then 6", "6"),
         ("#### 8\n\nQuestion: what about 9?", "8"),
+        ("#### .5", "0.5"),
+        ("so it is ...5", "5"),
+        ("#### 1234567.5", "1234567.5"),
         ("no idea", None),
         ("####", None),
     ],
@@ -192,6 +195,7 @@ def test_texts_come_from_paths(tmp_path: Path):
     bad = tmp_path / "bad.jsonl"
     for content, message in (
         (b'{"no": 1}\n', "line 1: no transcript"),
+        (b"[" * 100_000, "line 1: no transcript"),
         (b"\xff\xfe", "not UTF-8"),
         (b"", "no text"),
     ):
@@ -202,6 +206,14 @@ def test_texts_come_from_paths(tmp_path: Path):
     broken.write_bytes(b"no gzip")
     with pytest.raises(GateError, match="broken"):
         load_texts({"prose": broken})
+
+
+def test_a_message_nested_without_end_is_text(tmp_path: Path):
+    path = tmp_path / "agent.jsonl"
+    message = {"role": "tool", "content": "[" * 100_000}
+    path.write_text(json.dumps({"messages": [message]}) + "\n")
+    (document,) = load_texts({"agent": path})["agent"]
+    assert not any(segment.protocol for segment in document)
 
 
 def test_line_separators_inside_a_message_do_not_end_the_line(tmp_path: Path):

@@ -33,7 +33,7 @@ POWER = 0.80
 STOP = "\n\nQuestion:"
 
 _ANNOTATION = re.compile(r"<<.*?>>")
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|(?<![\d.])\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def parse(content: bytes, where: str) -> list[Problem]:
         try:
             row = json.loads(line)
             question, answer = str(row["question"]), str(row["answer"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise GateError(
                 f"{where}, line {number}: no JSON object with question and answer"
             ) from error
@@ -134,7 +134,7 @@ def final_number(text: str) -> str | None:
         return None
     number = (found[0] if mark else found[-1]).replace("$", "").replace(",", "")
     value = float(number)
-    return str(int(value)) if value.is_integer() else f"{value:g}"
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def exact_match(base: Sequence[bool], test: Sequence[bool]) -> ExactMatch:

@@ -114,7 +114,7 @@ def parse_transcripts(text: str, where: str) -> Iterator[Document]:
         try:
             messages = json.loads(line)["messages"]
             yield tuple(segment for message in messages for segment in _render(message))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise GateError(
                 f"{where}, line {number}: no transcript (an object with a list of messages, each with role and content)"
             ) from error
@@ -150,7 +150,7 @@ def _is_json(text: str) -> bool:
         return False
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
