@@ -36,6 +36,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--no-cache", action="store_true")
     parser.add_argument("--dirty-cache", action="store_true")
     parser.add_argument("--wobble-from", type=int)
+    parser.add_argument("--last-id-is-0", action="store_true")
+    parser.add_argument("--unnormalised", type=float, default=0.0)
+    parser.add_argument("--stop-after", type=int)
+    parser.add_argument("--list", choices=("short", "unsorted", "double"))
     for fault in ("die", "hang", "nonsense", "nan", "error", "wrong-tokens"):
         parser.add_argument(f"--{fault}-at", type=int)
     return parser.parse_known_args(given)[0]
@@ -72,7 +76,9 @@ class Model:
         if wobble is not None and self.served >= wobble:
             logits = logits + 1e-6 * self.served * NOISE[ids[-1]]
         logits = logits - logits.max()
-        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        logits = logits + self.options.unnormalised
+        norm = np.exp(logits - self.options.unnormalised).sum()
+        return (logits - np.log(norm)).astype(np.float32)
 
     def answer(self, ids: list[int], start: int, new: int, top: int, batch: int) -> dict[str, Any]:
         cached = self.cached(ids, len(ids) - 1 if start < 0 else start)
@@ -86,7 +92,7 @@ class Model:
             meta["input_top_logprobs"] = [None, *[self.listed(row, top) for row in rows]]
         text: list[int] = []
         rows = []
-        for _ in range(new):
+        for _ in range(min(new, self.options.stop_after or new)):
             rows.append(self.logprobs(ids + text, batch, cached))
             text.append(int(rows[-1].argmax()))
         meta["output_token_logprobs"] = self.chosen(rows, text)
@@ -98,9 +104,13 @@ class Model:
     def chosen(rows: list[np.ndarray], tokens: list[int]) -> list[list[Any]]:
         return [[float(row[t]), t, None] for row, t in zip(rows, tokens, strict=True)]
 
-    @staticmethod
-    def listed(row: np.ndarray, top: int) -> list[list[Any]]:
-        return [[float(row[t]), int(t), None] for t in np.argsort(-row, kind="stable")[:top]]
+    def listed(self, row: np.ndarray, top: int) -> list[list[Any]]:
+        found = [[float(row[t]), int(t), None] for t in np.argsort(-row, kind="stable")[:top]]
+        if self.options.list == "short":
+            return found[:-1]
+        if self.options.list == "unsorted":
+            return found[::-1]
+        return [*found[:-1], found[0]] if self.options.list == "double" else found
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -163,6 +173,10 @@ class Handler(BaseHTTPRequestHandler):
         entries = answers[0]["meta_info"].get("input_token_logprobs", [])
         if options.nan_at is not None and now >= options.nan_at and entries:
             entries[1][0] = None
+        if options.last_id_is_0:
+            for item in answers:
+                for entry in item["meta_info"].get("input_token_logprobs", []):
+                    entry[1] = 0 if entry[1] == VOCABULARY - 1 else entry[1]
         if now == options.wrong_tokens_at and entries:
             entries[1][1] += 1
         self.reply(answers)

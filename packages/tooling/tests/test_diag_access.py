@@ -320,6 +320,14 @@ def test_the_end_of_the_loop_reports(locator, tmp_path):
     assert read(tmp_path / "state", access_locator.KIND)[0]["value"] == 999
 
 
+def test_what_cannot_be_written_is_still_logged(locator, tmp_path, caplog):
+    locator.file.path = tmp_path / "gone" / "records"
+    access_locator.before_forward(runner(), forward_batch(out_cache_loc=[0, 1, 999]))
+    locator.report()
+    assert "out_cache_loc[2] = 999" in caplog.messages[0]
+    assert str(locator.file.path) in caplog.messages[1]
+
+
 def test_only_recent_steps_are_kept(locator):
     for _ in range(access_locator.KEPT_STEPS + 10):
         locator.begin(forward_batch())

@@ -395,6 +395,24 @@ def test_records_are_bounded(tracer, clock, watchdog, monkeypatch, caplog, tmp_p
     assert counters.table().totals()[STALL_TRACER.id]["refused:record_limit"] == 2
 
 
+def test_a_full_disk_ends_the_records_but_not_the_log(
+    tracer, clock, watchdog, monkeypatch, caplog, tmp_path
+):
+    watchdog.file.path = tmp_path / "gone" / "records"
+    for _ in range(4):  # the first turn only begins
+        turn(clock, run_batch=500)
+    watchdog.flush()
+    assert len([text for text in caplog.messages if "numinous: stall:" in text]) == 3
+    assert len([text for text in caplog.messages if "stalls are only logged" in text]) == 1
+    assert counters.table().totals()[STALL_TRACER.id]["refused:record_error"] == 3
+
+
+def test_stalls_that_nobody_writes_do_not_pile_up(tracer, clock, monkeypatch):
+    for _ in range(stall_tracer.MAX_WAITING + 5):
+        turn(clock, run_batch=500)
+    assert len(tracer.stalls) == stall_tracer.MAX_WAITING
+
+
 # Cost ------------------------------------------------------------------------------------------------------------
 
 SHORTEST_ITERATION_NS = 5 * MS

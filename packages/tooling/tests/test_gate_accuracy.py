@@ -212,6 +212,10 @@ def test_a_cache_that_does_not_do_its_part_is_a_doubt(bench: Bench, flags: str, 
         ("--nonsense-at 3", (), "answered nonsense to /generate"),
         ("--wrong-tokens-at 1", (), "answered nonsense to /generate"),
         ("--error-at 3", (), "answered 500 to /generate"),
+        ("--stop-after 1", (), "generated 1 of 4 tokens"),
+        ("--list short", (), "answered nonsense to /generate"),
+        ("--list unsorted", (), "answered nonsense to /generate"),
+        ("--list double", (), "answered nonsense to /generate"),
     ],
 )
 def test_a_server_that_fails_leaves_one_line_and_no_verdict(
@@ -229,6 +233,59 @@ def test_logits_that_are_no_numbers_fail(bench_with_page: Bench):
     assert bench.main("--gsm8k", bench.problems(4), b="--nan-at 1") == 1
     assert bench.document["rows"] == []
     assert "no finite number" in bench.document["reasons"][0]
+
+
+@pytest.mark.parametrize("shift", ["3", "-3"])
+def test_probabilities_that_do_not_sum_to_one_fail(bench: Bench, shift: str):
+    assert bench.main(b=f"--unnormalised {shift}") == 1
+    assert "answered probabilities that sum to" in bench.document["reasons"][0]
+
+
+def test_the_last_token_of_the_vocabulary_may_be_called_0(bench: Bench):
+    text = bench.folder / "last.txt"
+    text.write_text("\n".join(f"line {n} with the last \x7f token" for n in range(60)))
+    arguments = ("--text", f"prose={text}")
+    assert bench.main(*arguments, a="--last-id-is-0", b="--last-id-is-0") == 0
+    assert bench.main(*arguments, b="--last-id-is-0 --shift 0.5") == 1  # values still count
+
+
+def test_a_text_without_a_window_is_refused(bench: Bench):
+    text = bench.folder / "short.txt"
+    text.write_text("too short\n")
+    assert bench.main("--text", f"prose={text}", "--bit-exact") == 2
+    assert "no text gives a window of 16 tokens" in bench.capsys.readouterr().err
+
+
+def test_counters_of_a_killed_run_in_the_same_folder_are_gone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    left = bench.out / "state-A" / "totals.json"
+    left.parent.mkdir(parents=True)
+    left.write_text("{}")
+    met = []
+
+    def reader(state_dir: Path) -> dict[str, dict[str, int]]:
+        met.append((state_dir / left.name).exists())
+        return {}
+
+    monkeypatch.setattr(sys.modules[__name__], "fake_counters", reader)
+    assert bench.start() == 0
+    assert met
+    assert not any(met)
+
+
+def test_a_server_that_a_killed_run_left_behind_is_not_measured(bench: Bench):
+    with serving() as url:
+        port = url.rpartition(":")[2]
+        assert bench.start("--port-base", port) == 2
+    assert f"server A: port {port} is taken" in bench.capsys.readouterr().err
+
+
+def test_an_earlier_run_in_the_same_folder_is_no_part_of_this_one(bench: Bench):
+    assert bench.main("--gsm8k", bench.problems(4)) == 0
+    assert (bench.out / "gsm8k.jsonl").is_file()
+    assert bench.main(b="--error-at 1") == 2
+    assert sorted(path.name for path in bench.out.iterdir()) == ["verdict.json"]
 
 
 def test_a_server_that_dies_leaves_one_line_and_its_log(bench: Bench):
@@ -270,6 +327,10 @@ def test_a_row_that_cannot_be_measured_says_why(bench: Bench):
             "sglang.launch_server",
         ),
         (["--bit-exact", "--concurrency", "2"], "one sequence at a time"),
+        (["--decode-tokens", "1"], "the first token comes from the prefill"),
+        (["--tokens", "3"], "a sequence has at least 16 tokens"),
+        (["--stall-timeout", "nan"], "--stall-timeout: want a positive number of seconds"),
+        (["--seed=-1"], "want a whole number from 0 on"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(bench: Bench, arguments, message):

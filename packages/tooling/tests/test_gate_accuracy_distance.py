@@ -152,3 +152,39 @@ def test_the_first_different_bit_is_named():
     assert other.test.startswith("token 9 at")
     short = first_difference(base, [same, same, same.head(2)])
     assert (short.position, short.test) == (2, "no token")
+
+
+def test_the_lower_bound_is_one_on_every_kind_of_lists():
+    """Sharp and flat, near and far, lists that share all, some or no tokens: seeded, for rare combinations."""
+    generator = np.random.default_rng(0)
+    worst = 0.0
+    for _ in range(3000):
+        sharpness = generator.choice([0.1, 1.0, 4.0, 8.0])
+        a = generator.normal(0, sharpness, VOCABULARY).clip(-8, 8)
+        near = a + generator.normal(0, generator.choice([0.01, 0.3, 3.0]), VOCABULARY)
+        far = generator.normal(0, sharpness, VOCABULARY)
+        b = (near if generator.random() < 0.5 else far).clip(-8, 8)
+        k = int(generator.integers(1, VOCABULARY))
+        full = stats.entropy(np.exp(log_softmax(a)), np.exp(log_softmax(b)))
+        worst = max(worst, kl_bounds(*listed(a, k), *listed(b, k), VOCABULARY)[0] - full)
+    assert worst <= ROUNDING
+
+
+def test_the_mass_of_unlisted_tokens_is_no_rounding_error():
+    """The test arm lists all its mass; what fp32 leaves of 1 must not be taken for a probability."""
+    a = np.zeros(VOCABULARY)
+    b = np.where(np.arange(VOCABULARY) < 8, 0.0, -16.0)
+    full = stats.entropy(np.exp(log_softmax(a)), np.exp(log_softmax(b)))
+    ids = np.arange(8)
+    p = log_softmax(a)[:8]
+    for error in (0.0, 3e-8, -3e-8):
+        q = log_softmax(b)[:8] + error
+        assert kl_bounds(ids, p, ids, q, None)[0] <= full + ROUNDING
+
+
+def test_lists_without_a_common_token_are_far_apart():
+    a, b = np.full(VOCABULARY, -6.0), np.full(VOCABULARY, -6.0)
+    a[:4], b[10:14] = 4.0, 4.0
+    full = stats.entropy(np.exp(log_softmax(a)), np.exp(log_softmax(b)))
+    low, _ = kl_bounds(*listed(a, 4), *listed(b, 4), VOCABULARY)
+    assert 0.7 * full < low <= full + ROUNDING

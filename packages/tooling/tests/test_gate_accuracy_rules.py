@@ -120,6 +120,9 @@ def test_power_is_what_the_detectable_shift_says():
         ("the answer is 12.", "12"),
         ("first 5, then 6", "6"),
         ("#### 8\n\nQuestion: what about 9?", "8"),
+        ("#### .5", "0.5"),
+        ("so it is ...5", "5"),
+        ("#### 1234567.5", "1234567.5"),
         ("no idea", None),
         ("####", None),
     ],
@@ -192,6 +195,7 @@ def test_texts_come_from_paths(tmp_path: Path):
     bad = tmp_path / "bad.jsonl"
     for content, message in (
         (b'{"no": 1}\n', "line 1: no transcript"),
+        (b"[" * 100_000, "line 1: no transcript"),
         (b"\xff\xfe", "not UTF-8"),
         (b"", "no text"),
     ):
@@ -202,3 +206,40 @@ def test_texts_come_from_paths(tmp_path: Path):
     broken.write_bytes(b"no gzip")
     with pytest.raises(GateError, match="broken"):
         load_texts({"prose": broken})
+
+
+def test_a_message_nested_without_end_is_text(tmp_path: Path):
+    path = tmp_path / "agent.jsonl"
+    message = {"role": "tool", "content": "[" * 100_000}
+    path.write_text(json.dumps({"messages": [message]}) + "\n")
+    (document,) = load_texts({"agent": path})["agent"]
+    assert not any(segment.protocol for segment in document)
+
+
+def test_line_separators_inside_a_message_do_not_end_the_line(tmp_path: Path):
+    path = tmp_path / "agent.jsonl"
+    line = json.dumps({"messages": [{"role": "user", "content": "one\u2028two\x85three"}]})
+    raw = line.replace("\\u2028", "\u2028").replace("\\u0085", "\x85")
+    path.write_text(raw + "\n", encoding="utf-8")
+    (document,) = load_texts({"agent": path})["agent"]
+    assert document[1].text == "one\u2028two\x85three"
+
+
+@pytest.mark.parametrize("spoil", [lambda _: b"plain", lambda data: data[:10] + b"\xff" * 40])
+def test_a_broken_archive_is_one_line(tmp_path: Path, spoil):
+    path = tmp_path / "book.txt.gz"
+    path.write_bytes(spoil(gzip.compress(b"some text\n" * 50)))
+    with pytest.raises(GateError, match=r"--text prose="):
+        load_texts({"prose": path})
+
+
+@pytest.mark.parametrize("discordant", [0, 1, 3])
+def test_few_discordant_problems_promise_no_power_that_the_exact_test_lacks(discordant):
+    count = 200
+    shift = gsm8k.detectable_shift(count, discordant)
+    generator = np.random.default_rng(4)
+    lost = generator.binomial(
+        count, shift, size=400
+    )  # every discordant one is a loss: the best case
+    found = sum(stats.binomtest(0, int(n), 0.5).pvalue < gsm8k.ALPHA for n in lost if n)
+    assert found >= 0.75 * 400

@@ -334,24 +334,43 @@ def test_a_planted_fault_breaks_the_agreement(
 class TestKda:
     @pytest.mark.parametrize("time", [1, 31, 64, 90])
     def test_chunks_do_what_steps_do(self, time: int) -> None:
-        inputs = judge_kda.sample_inputs(CPU, time, 16)
+        inputs = judge_kda.sample_inputs(CPU, (1, time, 2, 16))
         error = judge_kda.relative_error(judge_kda.chunk_kda, judge_kda.recurrent_kda, inputs)
         assert error < 1e-4
 
     def test_decays_too_strong_for_quotients(self) -> None:
         # exp of a chunk's sum of these overflows fp32; the form with differences does not.
-        q, k, v, g, beta = judge_kda.sample_inputs(CPU, 70, 16)
+        q, k, v, g, beta = judge_kda.sample_inputs(CPU, (1, 70, 2, 16))
         inputs = (q, k, v, 40 * g, beta)
         out = judge_kda.chunk_kda(*inputs)
         assert torch.isfinite(out).all()
         torch.testing.assert_close(out, judge_kda.recurrent_kda(*inputs), rtol=1e-4, atol=1e-5)
 
     def test_one_step_more_of_decay_is_seen(self) -> None:
-        q, k, v, g, beta = judge_kda.sample_inputs(CPU, 40, 16)
+        q, k, v, g, beta = judge_kda.sample_inputs(CPU, (1, 40, 2, 16))
         late = (q, k, v, torch.roll(g, 1, dims=1), beta)
         shifted = judge_kda.chunk_kda(*late)
         right = judge_kda.recurrent_kda(q, k, v, g, beta)
         assert float((shifted - right).norm() / right.norm()) > 1e-2
+
+    def test_a_compiled_inside_meets_one_layout_and_only_where_there_is_a_gradient(self) -> None:
+        seen = []
+
+        def inside(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            seen.append([(part.shape, part.stride()) for part in parts])
+            return judge_kda.within_chunks(*parts)
+
+        inputs = judge_kda.sample_inputs(CPU, (2, 64, 2, 16))
+        turned = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs)
+        assert turned[0].stride() != inputs[0].stride()
+        for some in (inputs, turned):
+            out = judge_kda.chunk_kda(*(x.requires_grad_() for x in some), inside=inside)
+        assert len(seen) == 2
+        assert seen[0] == seen[1]
+        with torch.no_grad():
+            again = judge_kda.chunk_kda(*inputs, inside=inside)
+        assert len(seen) == 2
+        torch.testing.assert_close(again, out.detach())
 
     def test_the_cpu_takes_the_plain_form(self) -> None:
         assert judge_kda.choose_kda(CPU) == ("torch", judge_kda.chunk_kda)
@@ -365,16 +384,16 @@ class TestKda:
 
         monkeypatch.setattr(judge_kda, "_fla_kda", broken)
         monkeypatch.setattr(judge_kda, "_compiled_kda", lambda: judge_kda.recurrent_kda)
-        small_inputs = judge_kda.sample_inputs(CPU, 20, 16)
-        monkeypatch.setattr(judge_kda, "sample_inputs", lambda device: small_inputs)
+        small_inputs = judge_kda.sample_inputs(CPU, (1, 20, 2, 16))
+        monkeypatch.setattr(judge_kda, "sample_inputs", lambda device, shape: small_inputs)
         name, chosen = judge_kda.choose_kda(torch.device("cuda"))
         assert chosen is judge_kda.recurrent_kda
         assert name.startswith("torch, compiled; flash-linear-attention ")
 
     def test_a_kernel_that_is_wrong_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        small_inputs = judge_kda.sample_inputs(CPU, 20, 16)
+        small_inputs = judge_kda.sample_inputs(CPU, (1, 20, 2, 16))
         wrong = lambda q, k, v, g, beta: 1.1 * judge_kda.chunk_kda(q, k, v, g, beta)
-        monkeypatch.setattr(judge_kda, "sample_inputs", lambda device: small_inputs)
+        monkeypatch.setattr(judge_kda, "sample_inputs", lambda device, shape: small_inputs)
         monkeypatch.setattr(judge_kda, "_fla_kda", lambda: wrong)
         monkeypatch.setattr(judge_kda, "_compiled_kda", lambda: wrong)
         name, chosen = judge_kda.choose_kda(torch.device("cuda"))

@@ -119,7 +119,9 @@ class Trainer:
         self.kda_name = "none"
         layers = [module for module in model.modules() if isinstance(module, DeltaAttention)]
         if layers:
-            self.kda_name, kda = choose_kda(device)
+            shape = (recipe.batch, recipe.length, layers[0].heads, layers[0].width)
+            with self._mixed():  # as in a step: compilers look at this state, too
+                self.kda_name, kda = choose_kda(device, shape)
             for layer in layers:
                 layer.kda = kda
 
@@ -174,6 +176,11 @@ class Trainer:
             record["first_recall"], record["last_recall"] = float(recalls[0]), float(recalls[-1])
         return record
 
+    def _mixed(self) -> torch.autocast:
+        """Products in bf16 on a GPU."""
+        kind = self.device.type
+        return torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda")
+
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -208,9 +215,7 @@ class Trainer:
         rows = self.sampler.next(batch).to(self.device, non_blocking=True)
         # In `teach` nothing but the indexer moves, so the routers' load is not counted either.
         self.model.train(phase.name != "teach")
-        with torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"
-        ):
+        with self._mixed():
             logits = self.model(rows[:, :-1], mode=phase.name)
         lessons = self.model.lessons()
         taught = [lesson.loss for lesson in lessons]

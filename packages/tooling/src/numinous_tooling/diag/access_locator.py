@@ -227,8 +227,11 @@ class AccessLocator:
                 "request": step.request_of(found) if step else None,
                 "requests": list(step.requests) if step else [],
             }
-            self.file.append(record)
             logger.error("numinous: %s", line_of(record))
+            try:
+                self.file.append(record)
+            except OSError as error:  # the line above is then all there is
+                logger.error("numinous: %s: %s", self.file.path, error.strerror)
 
 
 def line_of(record: dict[str, Any]) -> str:

@@ -70,11 +70,14 @@ def _report(given: argparse.Namespace, feature: Feature, kind: str) -> dict[str,
     folder = state_dir() if given.state_dir is None else given.state_dir
     if not folder.is_dir():
         raise DiagError(f"no state folder {folder}; start the server with {feature.flag}=1")
-    processes = [
-        {"pid": pid, "alive": alive, "engaged": engaged}
-        for pid, alive, engaged in records.observed(folder, feature.id)
-    ]
-    found = records.read(folder, kind)
+    try:
+        processes = [
+            {"pid": pid, "alive": alive, "engaged": engaged}
+            for pid, alive, engaged in records.observed(folder, feature.id)
+        ]
+        found = records.read(folder, kind)
+    except OSError as error:
+        raise DiagError(f"state folder {folder}: {error.strerror}; who owns it?") from error
     if not processes and not found:
         raise DiagError(
             f"no process in {folder} ran with {feature.id}; start the server with {feature.flag}=1"

@@ -43,6 +43,7 @@ LOOK_FROM = 0.5  # of the limit: what was compiled in the first half of a stall 
 FIRST_PAUSE = 1 / 8  # of the limit, between the first looks; each further pause is longer
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 1.0
 MAX_SIGHTS = 1000
+MAX_WAITING = 1000  # stalls that the thread has not written yet; the oldest go first
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class StallTracer:
         self.count = count
         self.clock, self.cpu_clock = clock, cpu_clock
         self.thread = threading.get_ident()
-        self.stalls: deque[Stall] = deque()
+        self.stalls: deque[Stall] = deque(maxlen=MAX_WAITING)
         self.phase, self.since = BETWEEN, clock()
         self.iteration = Iteration(0, self.since, True, cpu_clock())
         self._collecting = 0
@@ -171,6 +172,7 @@ class Watchdog:
         self.sights: list[Sight] = []
         self.seen_iteration = -1
         self.processes: set[str] = set()
+        self._unwritten = False
         self._hung = -1
         self._lock = threading.Lock()  # `flush` at exit may meet a round
 
@@ -228,7 +230,17 @@ class Watchdog:
             stall, self.sights if seen else [], self.processes if seen else set(), self.tracer
         )
         record |= self.ranks
-        if self.file.append(record):
+        try:
+            kept = self.file.append(record)
+        except OSError as error:  # a full disk ends the records, not the log
+            kept = True
+            self.tracer.count.refused("record_error")
+            if not self._unwritten:
+                self._unwritten = True
+                logger.warning(
+                    "numinous: %s: %s; stalls are only logged", self.file.path, error.strerror
+                )
+        if kept:
             logger.warning("numinous: %s", line_of(record))
         else:
             self.tracer.count.refused("record_limit")

@@ -215,7 +215,7 @@ def ratio(text: str) -> float:
     """Parse a positive number or fraction."""
     try:
         value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError, OverflowError):
         value = 0.0
     if not value > 0:
         raise argparse.ArgumentTypeError(

@@ -188,6 +188,7 @@ class Server:
         self.command = command
         self.env = env
         self.log = log
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._tree: ProcessTree | None = None
         self._observed_s = 0.0
@@ -195,6 +196,12 @@ class Server:
     @contextlib.contextmanager
     def running(self, interrupts: Interrupts) -> Iterator[Server]:
         """Run the server for the length of a block."""
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                # A server that a killed gate left behind would be measured while this one still starts.
+                raise GateError(
+                    f"server {self.name}: port {self.port} is taken; end what listens there, or give another --port-base"
+                )
         tree = self._tree = ProcessTree(interrupts)
         grace_s = 0.0
         try:

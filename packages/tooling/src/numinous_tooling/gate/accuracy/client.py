@@ -9,6 +9,10 @@ no temperature and no filter.
 
 Several sequences travel in one request and reach the scheduler together, which makes batches as alike as can be from
 run to run. Every wait has the limit given; anything but the expected answer is one line.
+
+*A known fault of the engine*: up to 0.5.20 it gives the last id of the vocabulary in a prompt the name 0 (a clipping
+meant for image tokens). The log-probability and the list beside it are those of the token that was sent, so the name
+alone is mended; where the vocabulary is unknown such an answer is refused as one about other tokens.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from numinous_tooling.gate.accuracy.distance import Scores
 from numinous_tooling.gate.errors import GateError
 
 FLUSH_WAIT_S = 30.0
+# By how much listed probabilities may pass 1: more than rounding of log-probabilities to bf16 costs.
+MASS_SLACK = 0.01
 
 
 class NotANumber(GateError):
-    """A model answered a log-probability that is none: its logits overflow or are undefined."""
+    """A model answered what is no distribution: logits that overflow, or probabilities that do not sum to 1."""
 
 
 class EngineClient:
@@ -38,6 +44,7 @@ class EngineClient:
         name: what errors call it.
         timeout_s: seconds that one request may take.
         top_logprobs: length of the lists of most likely tokens.
+        vocabulary: number of tokens, where it is known; set once the server has said what it serves.
         failed: turns the reason of a failure into the error to raise, for a server that the gate started.
     """
 
@@ -51,6 +58,7 @@ class EngineClient:
     ) -> None:
         self.name = name
         self.top_logprobs = top_logprobs
+        self.vocabulary: int | None = None
         self._timeout_s = timeout_s
         self._failed = failed or (lambda how: GateError(f"server {name} at {url} {how}"))
         self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
@@ -122,7 +130,13 @@ class EngineClient:
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Scores]:
         """Return the scores of `new_tokens` greedy tokens after each prompt, in one batch."""
         items = self._generate(prompts, {"max_new_tokens": new_tokens}, logprob_start_len=None)
-        return [self._scores(item, "output", None, skip=0) for item in items]
+        scored = [self._scores(item, "output", None, skip=0) for item in items]
+        for scores in scored:
+            if len(scores.tokens) != new_tokens:
+                raise self._failed(
+                    f"generated {len(scores.tokens)} of {new_tokens} tokens, without an end of text to stop at"
+                )
+        return scored
 
     def answers(self, prompts: Sequence[Sequence[int]], new_tokens: int, stop: str) -> list[str]:
         """Return the greedy text after each prompt, up to `stop`, in one batch."""
@@ -160,8 +174,9 @@ class EngineClient:
             meta = item["meta_info"]
             chosen = meta[f"{side}_token_logprobs"][skip:]
             listed = meta[f"{side}_top_logprobs"][skip : skip + len(chosen)]
+            tokens = [entry[1] for entry in chosen]
             scores = Scores(
-                np.asarray([entry[1] for entry in chosen], np.int64),
+                np.asarray(tokens if expected is None else self._named(tokens, expected), np.int64),
                 np.asarray([entry[0] for entry in chosen], np.float64),
                 np.asarray([[entry[1] for entry in row] for row in listed], np.int64),
                 np.asarray([[entry[0] for entry in row] for row in listed], np.float64),
@@ -173,6 +188,10 @@ class EngineClient:
             scores.top_ids.ndim == 2
             and len(scores.tokens) == len(scores.top_ids) > 0
             and (expected is None or scores.tokens.tolist() == list(expected))
+            and scores.top_ids.shape[1] == self.top_logprobs
+            # Each token once, most likely first: the distances rely on both.
+            and bool(np.diff(np.sort(scores.top_ids), axis=1).all())
+            and not (np.diff(scores.top_logprobs) > 0).any()
         )
         if not sound:
             raise self._nonsense("/generate", item)
@@ -180,7 +199,24 @@ class EngineClient:
             raise NotANumber(
                 f"server {self.name} answered a log-probability that is no finite number"
             )
+        mass = np.exp(scores.top_logprobs).sum(axis=1)
+        whole = self.top_logprobs == self.vocabulary
+        wrong = mass[(mass > 1 + MASS_SLACK) | (whole & (mass < 1 - MASS_SLACK))]
+        if len(wrong):
+            raise NotANumber(
+                f"server {self.name} answered probabilities that sum to {wrong[0]:.4g}"
+            )
         return scores
+
+    def _named(self, answered: list[int], sent: Sequence[int]) -> list[int]:
+        """Return the answered tokens, with the name of the vocabulary's last one mended (see above)."""
+        if self.vocabulary is None or len(answered) != len(sent):
+            return answered
+        last = self.vocabulary - 1
+        return [
+            token if name == 0 and token >= last else name
+            for name, token in zip(answered, sent, strict=True)
+        ]
 
     def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:

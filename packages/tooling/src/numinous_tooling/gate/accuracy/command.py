@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -30,8 +31,8 @@ from numinous_tooling.gate.accuracy.measure import (
     measure,
     vocabulary_of,
 )
-from numinous_tooling.gate.accuracy.records import write_records
-from numinous_tooling.gate.accuracy.sequences import Document, load_texts
+from numinous_tooling.gate.accuracy.records import FILES, write_records
+from numinous_tooling.gate.accuracy.sequences import MIN_TOKENS, Document, load_texts
 from numinous_tooling.gate.accuracy.verdict import (
     DEFAULT_EXACT_TOLERANCE,
     DEFAULT_MARGIN,
@@ -197,6 +198,15 @@ def _accuracy_options(options: argparse.Namespace, arguments: Sequence[str]) -> 
         raise GateError("--gsm8k-count and --gsm8k-tokens need --gsm8k FILE")
     if options.bit_exact and options.concurrency is not None and options.concurrency > 1:
         raise GateError("--bit-exact sends one sequence at a time; leave --concurrency out")
+    if options.tokens is not None and options.tokens < MIN_TOKENS:
+        raise GateError(f"--tokens {options.tokens}: a sequence has at least {MIN_TOKENS} tokens")
+    if options.decode_tokens == 1:
+        raise GateError("--decode-tokens 1: the first token comes from the prefill; want 2 or more")
+    for name in ("start_timeout", "stall_timeout"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise GateError(f"--{name.replace('_', '-')}: want a positive number of seconds")
+    if options.seed < 0:
+        raise GateError(f"--seed {options.seed}: want a whole number from 0 on")
     texts = load_texts(_text_paths(options.text))
     problems = gsm8k.load(options.gsm8k, options.gsm8k_count) if options.gsm8k else None
     gpu = not urls and shared.on_gpu(options.device, options.python_a)
@@ -289,6 +299,9 @@ def run_accuracy(
     """Measure A twice and B once, judge, and leave the records in `options.out` whatever happens."""
     try:
         options.out.mkdir(parents=True, exist_ok=True)
+        # What an earlier run left there must not be read as this one's, however this one ends.
+        for name in ("verdict.json", "report.html", *FILES):
+            (options.out / name).unlink(missing_ok=True)
     except OSError as error:
         raise GateError(f"--out {options.out}: {error.strerror}") from error
     run = _Run(options, interrupts, counters_reader)
@@ -404,7 +417,7 @@ class _Run:
         info = client.server_info()
         facts.version = str(info["version"]) if "version" in info else None
         self.vocabulary = vocabulary_of(self.options.model or client.model_path())
-        client.top_logprobs = self._top_logprobs()
+        client.top_logprobs, client.vocabulary = self._top_logprobs(), self.vocabulary
         return _Session(client, counters)
 
     def _top_logprobs(self) -> int:
@@ -438,7 +451,8 @@ class _Run:
         options = self.options
         arm = options.arms[letter]
         state = options.out / f"state-{letter}"
-        state.mkdir(exist_ok=True)
+        shutil.rmtree(state, ignore_errors=True)  # of a run that was killed
+        state.mkdir()
         index = "AB".index(letter)
         port = free_port() if options.port_base is None else options.port_base + index
         assert options.model is not None

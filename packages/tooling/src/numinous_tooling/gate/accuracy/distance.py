@@ -3,13 +3,18 @@
 
 **What the API gives.** At each position the `k` largest log-probabilities with their token ids, and the
 log-probability of the token that follows in the text. With `k` equal to the vocabulary the KL divergence is exact.
-Else both distributions are coarsened to the tokens that both arms list, and one bucket for the rest: merging outcomes
-never raises a KL divergence, so `kl_low` is a **lower bound** of the full one. `kl_high` adds the rest's mass in the
-base arm times the largest change of a log-probability seen at that position, the rest's own among them: an upper bound
-*if* no token outside the lists changed by more than that. A FAIL is decided by the lower bound, a PASS by the upper.
+Else both distributions are coarsened to the tokens that both arms list, and the rest: merging outcomes never raises a
+KL divergence, so `kl_low` is a **lower bound** of the full one. The rest is one bucket, or two where a list has tokens
+that the other has not. Such tokens are no likelier there than the least listed one, and share what that list leaves:
+that bounds their bucket's mass in that arm, and the divergence is taken at the mass within the bound at which it is
+least. `kl_high` adds the rest's mass in the base arm times the largest change of a log-probability seen at that
+position, the rest's own among them: an upper bound *if* no token that an arm leaves unlisted changed by more than that.
+A FAIL is decided by the lower bound, a PASS by the upper.
 
 **Rounding.** The engine's probabilities are fp32: the mass of the rest is 1 minus a sum and wrong by about 1e-7. It is
-taken as at least `REST_FLOOR`, and negative divergences are set to 0; both errors stay far below 1e-5 nats.
+taken as at least `REST_FLOOR`. Under a logarithm that is not enough: where one arm has much mass in the rest and the
+other none, the error of the little decides. The lower bound therefore takes the test arm's rest greater by
+`MASS_ERROR`, which costs it no more than that in nats where the arms agree. Negative divergences are set to 0.
 
 **Intervals** are bootstrapped by sequence, because positions of one sequence share their context and are not
 independent. With few sequences such an interval is too narrow; it is never computed from fewer than `MIN_SEQUENCES`.
@@ -29,6 +34,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 1999
 MIN_SEQUENCES = 4
 REST_FLOOR = 1e-9
+MASS_ERROR = 5e-7
 
 # Arrays of float64, int64 and bool.
 Floats = Any
@@ -153,13 +159,58 @@ def kl_bounds(
     change = p_log - q_log
     rest_change = float(np.log(rest_p / rest_q))
     listed = float(np.sum(np.exp(p_log) * change))
-    low = max(0.0, listed + rest_p * rest_change)
+    only_base, only_test = np.delete(base, in_base), np.delete(test, in_test)
+    rest = max(
+        _less(rest_p, rest_q),
+        _rest_low(rest_p, rest_q, only_base, test[-1], only_test, known_in_base=True),
+        _rest_low(rest_p, rest_q, only_test, base[-1], only_base, known_in_base=False),
+    )
+    low = max(0.0, listed + rest)
     # A token that only one arm lists has changed at least down to the other's least likely listed one.
-    dropped = np.delete(base, in_base) - test.min(initial=0.0)
-    gained = np.delete(test, in_test) - base.min(initial=0.0)
+    dropped = only_base - test.min(initial=0.0)
+    gained = only_test - base.min(initial=0.0)
     changes = np.concatenate([np.abs(change), [abs(rest_change)], dropped, gained])
     largest = float(changes.max())
     return low, max(low, listed + rest_p * largest)
+
+
+def _rest_low(
+    rest_p: float,
+    rest_q: float,
+    only: Floats,
+    least: float,
+    other_only: Floats,
+    *,
+    known_in_base: bool,
+) -> float:
+    """Return a lower bound of what the rest adds, from tokens that one arm alone lists, in nats.
+
+    Args:
+        rest_p, rest_q: mass of the rest in the base and in the test arm.
+        only: log-probabilities of those tokens in the arm that lists them.
+        least: the other arm's least likely listed log-probability; none of them lies above it there.
+        other_only: what the other arm alone lists; none of them is among those.
+    """
+    whole, other_whole = (rest_p, rest_q) if known_in_base else (rest_q, rest_p)
+    known = min(float(np.exp(only).sum()), whole)
+    if known <= REST_FLOOR:
+        return _less(rest_p, rest_q)
+    # The divergence of the two buckets is convex in the unknown mass, and least where their shares are alike.
+    unknown = min(
+        len(only) * float(np.exp(least)),
+        max(0.0, other_whole - float(np.exp(other_only).sum())) + MASS_ERROR,
+        known * other_whole / whole,
+    )
+    inside, outside = max(unknown, REST_FLOOR), max(other_whole - unknown, REST_FLOOR)
+    known_outside = max(whole - known, REST_FLOOR)
+    if known_in_base:
+        return _less(known, inside) + _less(known_outside, outside)
+    return _less(inside, known) + _less(outside, known_outside)
+
+
+def _less(p: float, q: float) -> float:
+    """Return what a bucket of masses `p` and `q` adds to a divergence, rounded down."""
+    return p * float(np.log(p / (q + MASS_ERROR)))
 
 
 def compare(

@@ -33,7 +33,7 @@ POWER = 0.80
 STOP = "\n\nQuestion:"
 
 _ANNOTATION = re.compile(r"<<.*?>>")
-_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+_NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|(?<![\d.])\.\d+)")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def parse(content: bytes, where: str) -> list[Problem]:
         try:
             row = json.loads(line)
             question, answer = str(row["question"]), str(row["answer"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise GateError(
                 f"{where}, line {number}: no JSON object with question and answer"
             ) from error
@@ -134,7 +134,7 @@ def final_number(text: str) -> str | None:
         return None
     number = (found[0] if mark else found[-1]).replace("$", "").replace(",", "")
     value = float(number)
-    return str(int(value)) if value.is_integer() else f"{value:g}"
+    return str(int(value)) if value.is_integer() else repr(value)
 
 
 def exact_match(base: Sequence[bool], test: Sequence[bool]) -> ExactMatch:
@@ -160,8 +160,12 @@ def detectable_shift(count: int, discordant: int) -> float:
     """Return the net shift, as a share of problems, that McNemar's test finds with `POWER` at level `ALPHA`.
 
     Normal approximation, (z_alpha/2 + z_power) * sqrt(discordant share / count). Where no problem was discordant the
-    share is taken at the upper end of its 95 % interval instead of at 0.
+    share is taken at the upper end of its 95 % interval instead of at 0. The approximation promises too much where few
+    are discordant: the exact test needs at least 6 problems that all went one way, so that no shift counts as seen
+    which does not bring that many with `POWER` (7.9 expected ones, Poisson).
     """
     share = discordant / count if discordant else 1 - (1 - 0.95) ** (1 / count)
     z = stats.norm.ppf(1 - ALPHA / 2) + stats.norm.ppf(POWER)
-    return min(1.0, float(z * math.sqrt(share / count)))
+    needed = math.ceil(math.log2(2 / ALPHA))  # p = 2 * 0.5 ** needed
+    least = stats.chi2.ppf(POWER, 2 * needed) / 2 / count
+    return min(1.0, max(float(least), float(z * math.sqrt(share / count))))

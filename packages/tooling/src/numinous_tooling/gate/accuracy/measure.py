@@ -4,9 +4,10 @@
 - **cold**: every token computed in one prefill, nothing cached;
 - **hit**: the second half of each sequence scored on top of its first half, which is read from the prefix cache;
 - **chunked**: sequences longer than the server's prefill chunk, nothing cached;
-- **decode**: positions computed by decode steps. The engine cannot be forced along tokens there (a logit processor
-  that forces them also changes the log-probabilities that are returned, and features may refuse to run beside it), so
-  both arms generate greedily and are compared up to and including the position at which their tokens part;
+- **decode**: positions computed by decode steps, after a first one from the prefill. The engine cannot be forced along
+  tokens there (a logit processor that forces them also changes the log-probabilities that are returned, and features
+  may refuse to run beside it), so both arms generate greedily and are compared up to and including the position at
+  which their tokens part;
 - **protocol**: the tool-call and JSON tokens of *cold*;
 - **gold**: the printed GSM8K solutions, scored on top of a cached few-shot prompt.
 
@@ -27,7 +28,13 @@ import numpy as np
 from numinous_tooling.gate.accuracy import gsm8k
 from numinous_tooling.gate.accuracy.client import EngineClient
 from numinous_tooling.gate.accuracy.distance import MIN_SEQUENCES, Scores
-from numinous_tooling.gate.accuracy.sequences import Document, TokenSequence, build_sequences
+from numinous_tooling.gate.accuracy.sequences import (
+    MIN_TOKENS,
+    Document,
+    TokenSequence,
+    build_sequences,
+)
+from numinous_tooling.gate.errors import GateError
 
 Counters = Mapping[str, Mapping[str, int]]
 Item = TypeVar("Item")
@@ -107,11 +114,20 @@ def make_plan(
     seed: int,
 ) -> Plan:
     """Tokenise everything with the server's tokeniser, and fit it to the server's context and prefill chunk."""
-    context = client.context_tokens() or size.length * 2
+    known = client.context_tokens()
+    context = known or size.length * 2
     length = min(size.length, context - 2)
     sequences = build_sequences(
         texts, client.tokenize, per_kind=size.per_kind, length=length, seed=seed
     )
+    if not sequences:
+        raise GateError(
+            f"no text gives a window of {MIN_TOKENS} tokens; give a longer one with --text"
+        )
+    if known is not None and length // 2 + size.decode_tokens > known - 2:
+        raise GateError(
+            f"--decode-tokens {size.decode_tokens} after {length // 2} do not fit into {known} tokens of context"
+        )
     missing: dict[str, str] = {}
     long = _long_sequences(client, texts, context, seed, missing)
     if not any(any(sequence.protocol) for sequence in sequences):

@@ -16,6 +16,7 @@ import gzip
 import json
 import random
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -92,7 +93,7 @@ def _read(kind: str, path: Path) -> bytes:
     try:
         content = path.read_bytes()
         return gzip.decompress(content) if path.suffix == ".gz" else content
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise GateError(f"--text {kind}={path}: {reason}") from error
 
@@ -106,13 +107,14 @@ def parse_plain(text: str) -> Iterator[Document]:
 
 def parse_transcripts(text: str, where: str) -> Iterator[Document]:
     """Yield one document per transcript; `where` names the input in errors."""
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: inside a JSON string U+2028 and U+0085 are characters like others.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             messages = json.loads(line)["messages"]
             yield tuple(segment for message in messages for segment in _render(message))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise GateError(
                 f"{where}, line {number}: no transcript (an object with a list of messages, each with role and content)"
             ) from error
@@ -148,7 +150,7 @@ def _is_json(text: str) -> bool:
         return False
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
