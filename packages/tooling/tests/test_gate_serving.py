@@ -7,6 +7,7 @@ themselves are tested in test_gate_verdict.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -25,7 +26,9 @@ pytest.importorskip("httpx")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from numinous_tooling.gate import gauges, report, run, verdict
+import httpx
+
+from numinous_tooling.gate import folder, gauges, report, run, verdict
 from numinous_tooling.gate.__main__ import main
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.servers import free_port
@@ -652,6 +655,61 @@ def test_gauges_are_read_while_a_server_works(
     assert b["queue"]["max"] == 4.0
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--length-scale", "1e400"),
+        ("--length-scale", "1e999999999"),
+        ("--length-scale", "inf"),
+        ("--start-timeout", "nan"),
+        ("--stall-timeout", "0"),
+        ("--max-client-lag", "nan"),
+        ("--port-base", "65536"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str], extra: tuple[str, str]
+) -> None:
+    assert bench.run(*extra) == 2
+    assert f"argument {extra[0]}: '{extra[1]}' is no" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_folder_of_a_run_that_goes_on_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with folder.locked(bench.out):
+        assert bench.run("--order", "AB") == 2
+        assert "is in use by another run" in capsys.readouterr().err
+        assert list(bench.out.iterdir()) == []
+    assert bench.run("--order", "AB", "--features", "none") == 2
+    assert bench.verdict()["reasons"][0].startswith("output tok/s per user")
+
+
+def test_no_verdict_of_an_earlier_run_stays_beside_new_records(bench: Bench) -> None:
+    bench.out.mkdir()
+    (bench.out / "verdict.json").write_text('{"verdict": "PASS"}')
+    (bench.out / "report.html").write_text("PASS")
+    # What a full disk or a folder without rights looks like.
+    (bench.out / "server-A1.log").mkdir()
+    assert bench.run("--order", "AB") == 2
+    assert bench.verdict()["verdict"] == "INCONCLUSIVE"
+    assert "server-A1.log: Is a directory" in bench.verdict()["reasons"][0]
+    assert not (bench.out / "report.html").exists()
+
+
+def test_port_on_which_another_server_answers_is_refused(bench: Bench) -> None:
+    url = bench.attach()
+    with httpx.Client() as http:
+        for _ in range(600):
+            with contextlib.suppress(httpx.TransportError):
+                if http.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+    assert bench.run("--port-base", url.rsplit(":", 1)[1]) == 2
+    assert "is in use" in bench.verdict()["reasons"][0]
+    assert bench.server_pids() == [bench.attached[0].pid]
+
+
 def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--flags-b", f"--die-after-file {bench.folder / 'die'}", "--tolerance", "1e6")
     (bench.folder / "die").write_text("5")
@@ -661,6 +719,12 @@ def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -
     (bench.folder / "die").unlink()
     arguments = bench.arguments(*flags)
     arguments[arguments.index("--out")] = "--resume"
+    # A slot whose records are not all there is no finished slot.
+    whole = (bench.out / "records.jsonl").read_text()
+    (bench.out / "records.jsonl").write_text("".join(whole.splitlines(keepends=True)[1:]))
+    assert main(arguments, counters_reader=fake_counters) == 2
+    assert "records.jsonl has 3 of 4 records of A1" in capsys.readouterr().err
+    (bench.out / "records.jsonl").write_text(whole)
     other = [*arguments, "--concurrency", "1"]
     assert main(other, counters_reader=fake_counters) == 2
     assert (
@@ -706,6 +770,12 @@ def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPat
         (("--workload", "mooncake"), "is for workload"),
         (("--prompts", "chat"), "--prompts chat needs --api openai"),
         (("--resume", "/no/such/run"), "--out and --resume name two folders"),
+        (("--tolerance", "nan"), "write F or METRIC=F"),
+        (("--tolerance", "ttft=inf"), "write F or METRIC=F"),
+        (("--env-b", "HF_TOKEN=x"), "looks like a secret"),
+        (("--out", "/dev/null"), "/dev/null cannot be used as a folder"),
+        (("--out", "/dev/null/x"), "/dev/null/x cannot be used as a folder"),
+        (("--speedup", "1e-9"), "hours between requests"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

@@ -51,6 +51,11 @@ def is_same_against_same(arms: Mapping[str, Arm]) -> bool:
     return not b.features and (a.python, a.flags, plain_a) == (b.python, b.flags, plain_b)
 
 
+def machine_of(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a machine decides how fast it is; its kernel may be updated."""
+    return {key: machine.get(key) for key in ("cpu", "cores", "gpus")}
+
+
 def setting_of(
     arm: Arm,
     features: Sequence[str],
@@ -88,7 +93,7 @@ def setting_of(
         "env": dict(arm.env),
         "versions": dict(versions),
         "workload": {key: value for key, value in workload.items() if key not in _NOT_SETTING},
-        "machine": {key: machine.get(key) for key in ("cpu", "cores", "gpus")},
+        "machine": machine_of(machine),
         "driver": driver,
     }
     # As it will come back from the file: tuples are lists there.

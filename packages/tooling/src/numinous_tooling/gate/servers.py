@@ -189,12 +189,14 @@ class Server:
         self.env = env
         self.log = log
         self.url = f"http://127.0.0.1:{port}"
+        self._port = port
         self._tree: ProcessTree | None = None
         self._observed_s = 0.0
 
     @contextlib.contextmanager
     def running(self, interrupts: Interrupts) -> Iterator[Server]:
         """Run the server for the length of a block."""
+        self._check_port()
         tree = self._tree = ProcessTree(interrupts)
         grace_s = 0.0
         try:
@@ -211,6 +213,15 @@ class Server:
         finally:
             # After a failure there is nothing to be polite about, and task runners kill us soon after a Ctrl-C.
             tree.stop(grace_s)
+
+    def _check_port(self) -> None:
+        """Refuse a port on which another server, such as one that a killed gate left, would answer in ours' place."""
+        with socket.socket() as probe:
+            probe.settimeout(HEALTH_TIMEOUT_S)
+            if probe.connect_ex(("127.0.0.1", self._port)) == 0:
+                raise GateError(
+                    f"port {self._port} is in use; end what listens there, or choose another --port-base"
+                )
 
     def check_alive(self) -> None:
         """Raise `ServerFailed` if the server's first process ended; note its children otherwise."""

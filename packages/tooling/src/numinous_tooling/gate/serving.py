@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -115,7 +116,7 @@ def add_parser(commands: Any) -> None:
     )
     add(
         "--max-client-lag",
-        type=float,
+        type=shared.not_negative,
         metavar="MS",
         help="limit of the client's p99 lag; left out: from TPOT",
     )
@@ -306,7 +307,7 @@ def _notes(
 def _uneven_cores(given: float | None) -> float:
     if given is None:
         return UNEVEN_LOAD_SHARE * len(os.sched_getaffinity(0))
-    if not given >= 0:
+    if not 0 <= given < math.inf:
         raise GateError(f"--max-uneven-load {given:g}: write a number of cores, 0 or more")
     return given
 
@@ -343,7 +344,7 @@ def _tolerances(
         except ValueError:
             number = -1.0
         names = [name] if equals else list(tolerances)
-        if number < 0 or not set(names) <= set(tolerances):
+        if not 0 <= number < math.inf or not set(names) <= set(tolerances):
             raise GateError(
                 f"--tolerance {value}: write F or METRIC=F with F >= 0 and METRIC of {', '.join(tolerances)}"
             )
