@@ -752,6 +752,33 @@ def test_drift_of_a_run_makes_it_doubtful() -> None:
     ]
 
 
+def test_key_of_attached_servers_is_sent_and_written_nowhere(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "sk-planted-key"
+    monkeypatch.setenv("GATE_TEST_KEY", key)
+    extra = ("--api-key-env", "GATE_TEST_KEY", *small())
+    assert bench.run_attached(f"--api-key {key}", f"--api-key {key}", *extra) == 2  # one repeat
+    assert len(bench.records()) > 0
+    assert not any(record["error"] for record in bench.records())
+    # A server that repeats what it refuses.
+    assert bench.run_attached("--api-key other", "--api-key other", *extra) == 2
+    assert "wrong key: Bearer ***" in bench.verdict()["reasons"][0]
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    said += "".join(f.read_text(errors="replace") for f in bench.out.rglob("*") if f.is_file())
+    assert key not in said
+
+
+def test_password_in_a_url_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ("--url-a", "http://me:hunter2@x:1", "--url-b", "http://x:1")
+    assert main(["serving", *urls, "--out", str(bench.out)]) == 2
+    error = capsys.readouterr().err
+    assert "see --api-key-env" in error
+    assert "hunter2" not in error
+    assert not bench.out.exists()
+
+
 def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_CLIENT_CPU_SHARE", 1e-9)
     assert bench.run("--order", "AB") == 2
@@ -763,6 +790,7 @@ def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPat
     [
         (("--url-a", "http://x:1"), "--url-a and --url-b go together"),
         (("--no-flush",), "--no-flush is for servers attached"),
+        (("--api-key-env", "HOME"), "--api-key-env is for servers attached"),
         (("--max-uneven-load", "-1"), "write a number of cores"),
         (("--max-uneven-load", "nan"), "write a number of cores"),
         (("--rate", "1"), "--rate is for workload open, not for agents"),
@@ -791,6 +819,13 @@ def test_options_that_make_no_sense_are_refused(
     ("extra", "message"),
     [
         (("--url-b", "not a url"), "write http://HOST:PORT"),
+        (("--url-b", "http://[::1"), "write http://HOST:PORT"),
+        (("--url-b", "http://x:99999"), "write http://HOST:PORT"),
+        (("--url-b", "http://x:y"), "write http://HOST:PORT"),
+        (("--url-b", "http://x:1/v1/"), "write what comes before /v1"),
+        (("--url-b", "http://x:1/?a=b"), "write what comes before /v1"),
+        (("--api-key-env", "NO_SUCH_KEY"), "no variable that holds a key"),
+        (("--no-flush", "--url-b", "http://x:1", "--resume", "x"), "start anew"),
         (("--flags-b", "--x"), "--flags-b is for servers that the gate starts"),
         (("--features", FEATURE), "name it with --state-dir-b"),
         (("--workload", "agents-text", "--trace", "/no/trace", "--api", "sglang"), "through chat"),

@@ -88,6 +88,8 @@ class GateOptions:
     dp_pin: bool = False
     flush: str = "must"
     resume: bool = False
+    api_key_env: str | None = None
+    """Variable that holds the key of attached servers."""
     notes: tuple[str, ...] = ()
     """Lines for the reader of the verdict."""
     slo: Slo | None = None
@@ -259,7 +261,7 @@ class _Run:
     def _server(self, index: int, arm: Arm, name: str, state_dir: Path) -> AnyServer:
         options = self.options
         if arm.url is not None:
-            return AttachedServer(name, arm.url)
+            return AttachedServer(name, arm.url, options.api_key_env)
         port = free_port() if options.port_base is None else options.port_base + index
         return Server(
             name,
@@ -370,7 +372,8 @@ class _Run:
         job = {
             "url": server.url,
             "api": options.api,
-            "model": served_model(server.url).get("id", model.path)
+            "api_key_env": options.api_key_env,
+            "model": served_model(server.url, server.headers).get("id", model.path)
             if options.api == "openai"
             else model.path,
             "prompts": options.prompts,
