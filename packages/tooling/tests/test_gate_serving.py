@@ -177,6 +177,7 @@ def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> No
     verdict = bench.verdict()
     assert verdict["verdict"] == "PASS"
     assert verdict["length_scale"] == 1 / 64
+    assert verdict["notes"] == []  # the order is balanced
     assert [run["run"] for run in verdict["runs"]] == ["A1", "B1", "B2", "A2"]
     for arm in "AB":
         pooled = verdict["arms"][arm]["figures"]["pooled"]
@@ -234,6 +235,7 @@ def test_planted_slow_down_fails(bench: Bench, capsys: pytest.CaptureFixture[str
 def test_one_repeat_is_inconclusive(bench: Bench) -> None:
     assert bench.run("--order", "AB") == 2
     assert bench.verdict()["verdict"] == "INCONCLUSIVE"
+    assert "in the order AB one arm runs later than the other" in bench.verdict()["notes"][0]
 
 
 @pytest.mark.usefixtures("real_report")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 from numinous_tooling.gate import floor, folder, prompts, provenance
@@ -442,8 +443,11 @@ class _Run:
                 self.runs, metrics, options.max_lag_s, options.max_uneven_cores
             )
             if noise:
-                self.floor.add(self.started_utc, str(options.out.resolve()), noise)
-            document["noise_floor"]["stored"] = bool(noise)
+                try:
+                    self.floor.add(self.started_utc, str(options.out.resolve()), noise)
+                    document["noise_floor"]["stored"] = True
+                except GateError as error:  # the verdict stands without it
+                    document["notes"].append(str(error))
         self._write(document)
         return GateResult(main.word, main.reasons, self.runs, comparisons, document)
 
@@ -458,6 +462,14 @@ class _Run:
     def _notes(self) -> list[str]:
         """Return what the reader must know of how this run was measured."""
         notes = []
+        at_a, at_b = (
+            fmean(i for i, arm in enumerate(self.options.order) if arm == letter) for letter in "AB"
+        )
+        if at_a != at_b:
+            notes.append(
+                f"in the order {self.options.order} one arm runs later than the other, so what drifts with time "
+                "counts as a change; ABBA is balanced"
+            )
         uncounted = [run.name for run in self.runs if run.drift is None and not _usage_seen(run)]
         if uncounted:
             notes.append(
