@@ -197,7 +197,9 @@ class Handler(BaseHTTPRequestHandler):
         tokens += ["<more>"] * round((options.token_factor - 1) * len(tokens))
         chat = "messages" in body
         words = options.answer.split(" ") if chat and options.answer else []
-        count = len(words) if words and not body.get("ignore_eos") else body["max_tokens"]
+        count = body["max_tokens"]
+        if words and not body.get("ignore_eos"):
+            count = min(count, len(words))
 
         def render(index: int, count: int, cached: int) -> str:
             text = " " * (index > 1) + words[index - 1] if index <= len(words) else " x"

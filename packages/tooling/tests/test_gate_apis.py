@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -500,3 +503,37 @@ def test_sessions_are_spread_over_ranks_by_name_alone() -> None:
 )
 def test_form_of_an_answer(text: str, arguments: list[str], expected: str | None) -> None:
     assert answer_format(text, arguments) == expected
+
+
+def test_client_ends_with_the_gate_even_if_the_server_hangs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = {
+            "url": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "api": "sglang",
+            "prompts": "ids",
+            "words": (),
+            "exact": True,
+            "dp_size": None,
+            "warmup": [
+                SessionPlan("warmup", 0.0, (1, 2), (Turn(2, 1, 0.0),)).to_json(),
+            ],
+        }
+        command = [sys.executable, "-m", "numinous_tooling.gate.client"]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as client:
+            try:
+                assert client.stdin
+                assert client.stdout
+                client.stdin.write(json.dumps(job) + "\n")
+                client.stdin.flush()
+                while json.loads(client.stdout.readline())["in_flight"] < 2:
+                    pass
+                client.stdout.close()  # what a SIGKILL of the gate does
+                assert client.wait(timeout=60) != 0
+            finally:
+                client.kill()

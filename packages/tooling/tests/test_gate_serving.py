@@ -295,7 +295,7 @@ def test_bad_answers_are_counted_and_fail(
     assert pooled["requests"] == 4
     assert pooled["short_answers"] == short
     assert pooled["errors"] == (1 if error is not None else 0)
-    assert "arm B has 1 failed or short answers, arm A 0" in verdict["reasons"][0]
+    assert "arm B has 1 failed or short answers of 4, arm A 0 of 4" in verdict["reasons"][0]
     if error is not None:
         records = (bench.out / "records.jsonl").read_text().splitlines()
         assert any(error in (json.loads(line)["error"] or "") for line in records)
@@ -544,7 +544,7 @@ def test_attached_server_that_dies_in_the_middle(bench: Bench, api: str) -> None
 )
 def test_bad_answers_of_an_openai_server_are_counted(bench: Bench, fault: str, error: str) -> None:
     assert bench.run_attached("", fault, *small()) == 1
-    assert bench.verdict()["reasons"][0] == "arm B has 1 failed or short answers, arm A 0"
+    assert bench.verdict()["reasons"][0] == "arm B has 1 failed or short answers of 4, arm A 0 of 4"
     assert [r for r in bench.records() if r["error"] and error in r["error"]]
 
 

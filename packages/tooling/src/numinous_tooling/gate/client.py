@@ -281,6 +281,10 @@ async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str
     # No read timeout: a long prefill is silent for minutes; the parent judges standstill for all requests together.
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     progress = asyncio.create_task(report_progress())
+    job_task = asyncio.current_task()
+    assert job_task is not None
+    # It ends by itself only where nobody reads any more: the gate was killed, and a hanging server would keep us.
+    progress.add_done_callback(lambda ended: None if ended.cancelled() else job_task.cancel())
     try:
         async with httpx.AsyncClient(
             base_url=job["url"],

@@ -470,7 +470,12 @@ class _Run:
                 f"in the order {self.options.order} one arm runs later than the other, so what drifts with time "
                 "counts as a change; ABBA is balanced"
             )
-        uncounted = [run.name for run in self.runs if run.drift is None and not _usage_seen(run)]
+        # /generate always says how many tokens there are.
+        uncounted = [
+            run.name
+            for run in self.runs
+            if self.options.api == "openai" and run.drift is None and not _usage_seen(run)
+        ]
         if uncounted:
             notes.append(
                 f"{', '.join(uncounted)}: the server reports no usage, tokens are counted by chunks"
