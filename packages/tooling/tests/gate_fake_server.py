@@ -60,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dp-size", type=int, default=1)
     parser.add_argument("--name", default="fake-model")
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--api-key", help="of every POST")
     return parser.parse_known_args()[0]
 
 
@@ -144,7 +145,12 @@ class Handler(BaseHTTPRequestHandler):
             self._reply(404, {})
 
     def do_POST(self) -> None:
+        key = self.state.options.api_key
         body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
+        given = self.headers.get("authorization", "")
+        if key is not None and given != f"Bearer {key}":
+            self._reply(401, {"error": f"wrong key: {given}"})
+            return
         flush = {"sglang": "/flush_cache", "vllm": "/reset_prefix_cache"}.get(
             self.state.options.flush
         )
@@ -191,7 +197,9 @@ class Handler(BaseHTTPRequestHandler):
         tokens += ["<more>"] * round((options.token_factor - 1) * len(tokens))
         chat = "messages" in body
         words = options.answer.split(" ") if chat and options.answer else []
-        count = len(words) if words and not body.get("ignore_eos") else body["max_tokens"]
+        count = body["max_tokens"]
+        if words and not body.get("ignore_eos"):
+            count = min(count, len(words))
 
         def render(index: int, count: int, cached: int) -> str:
             text = " " * (index > 1) + words[index - 1] if index <= len(words) else " x"

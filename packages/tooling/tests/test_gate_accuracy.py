@@ -278,7 +278,7 @@ def test_a_server_that_a_killed_run_left_behind_is_not_measured(bench: Bench):
     with serving() as url:
         port = url.rpartition(":")[2]
         assert bench.start("--port-base", port) == 2
-    assert f"server A: port {port} is taken" in bench.capsys.readouterr().err
+    assert f"port {port} is in use" in bench.capsys.readouterr().err
 
 
 def test_an_earlier_run_in_the_same_folder_is_no_part_of_this_one(bench: Bench):
@@ -329,7 +329,6 @@ def test_a_row_that_cannot_be_measured_says_why(bench: Bench):
         (["--bit-exact", "--concurrency", "2"], "one sequence at a time"),
         (["--decode-tokens", "1"], "the first token comes from the prefill"),
         (["--tokens", "3"], "a sequence has at least 16 tokens"),
-        (["--stall-timeout", "nan"], "--stall-timeout: want a positive number of seconds"),
         (["--seed=-1"], "want a whole number from 0 on"),
     ],
 )

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -14,6 +17,7 @@ pytest.importorskip("httpx")
 
 import httpx
 
+from numinous_tooling.gate import apis
 from numinous_tooling.gate.answers import answer_format
 from numinous_tooling.gate.apis import (
     CannotFlush,
@@ -90,7 +94,7 @@ def test_usage_counts_tokens_where_there_is_one() -> None:
 
 def test_chunks_are_counted_until_usage_comes() -> None:
     body = events(text_event("a"), text_event("b", "length"), {"choices": [], **usage(5)})
-    fields, *_ = result_of(body)
+    fields, *_ = result_of(body, replace(IDS, max_new_tokens=5))
     # The last piece held the rest; the counts after it do not make a later token.
     assert [tokens for _, tokens in fields["chunks"]] == [1, 5]
     body = events(
@@ -99,6 +103,87 @@ def test_chunks_are_counted_until_usage_comes() -> None:
     fields, *_ = result_of(body)
     assert fields["got_tokens"] == 2
     assert [tokens for _, tokens in fields["chunks"]] == [1, 2, 2]
+
+
+def test_lines_end_at_newlines_alone() -> None:
+    # Unescaped, as SGLang writes them; str.splitlines would end a line at each.
+    piece = "a\u2028b\u2029c\x85d"
+    event = json.dumps(text_event(piece, "stop"), ensure_ascii=False)
+    fields, text, _ = result_of(
+        f"data: {event}\r\n\r\ndata: [DONE]\n\n".encode(), replace(IDS, keep_text=True)
+    )
+    assert (fields["error"], text) == (None, piece)
+
+
+def test_half_a_character_is_no_error() -> None:
+    fields, *_ = result_of(events(text_event("X", "stop")).replace(b"X", b"\xe2\x82"))
+    assert (fields["error"], fields["got_tokens"]) == (None, 1)
+
+
+def test_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apis, "MAX_LINE_BYTES", 100)
+    fields, *_ = result_of(b"data: " + b"x" * 200)
+    assert fields["error"] == "an event of more than 100 bytes"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        text_event("a", "stop", **usage(float("inf"))),  # type: ignore[arg-type]
+        text_event("a", "stop", **usage(-1)),
+        text_event("a", "stop", **usage(1, cached="many")),  # type: ignore[arg-type]
+        text_event("a", "stop", usage={"completion_tokens": None, "prompt_tokens": 1}),
+        text_event("a", "stop", usage=[]) | {"usage": "x"},
+        text_event(["a"], "stop"),  # type: ignore[arg-type]
+        {"choices": [{"delta": {"tool_calls": [{"function": {"arguments": {"a": 1}}}]}}]},
+        {"choices": {"0": 1}},
+        "[" * 100_000,
+        "{}",
+    ],
+)
+def test_answers_that_are_none_are_failures_of_their_request(event: object) -> None:
+    fields, *_ = result_of(events(event), replace(IDS, keep_text=True))
+    assert fields["error"].startswith("not an answer of /v1/completions")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"completion_tokens": float("inf")},
+        {"completion_tokens": -1},
+        {"completion_tokens": 1, "cached_tokens": "x"},
+        {"completion_tokens": 1, "prompt_tokens": -1},
+        [],
+    ],
+)
+def test_native_counts_are_numbers(meta: object) -> None:
+    fields, *_ = result_of(events({"meta_info": meta}), api="sglang")
+    assert fields["error"].startswith("not an answer of /generate")
+
+
+def test_more_tokens_than_asked_for_are_no_speed() -> None:
+    body = events(text_event("a", **usage(4)), text_event("b", "length", **usage(5)))
+    fields, *_ = result_of(body)
+    assert fields["error"] == "5 tokens came, at most 4 tokens were asked for"
+    body = events({"meta_info": {"completion_tokens": 5, "finish_reason": {"type": "length"}}})
+    assert "5 tokens came" in result_of(body, api="sglang")[0]["error"]
+    # Chunks are only about as many.
+    whole = [text_event("a")] * (apis.CHUNKS_PER_TOKEN * 4 + apis.MORE_CHUNKS)
+    assert result_of(events(*whole, text_event("", "stop")))[0]["error"] is None
+    assert "chunks came" in result_of(events(*whole, text_event("a", "stop")))[0]["error"]
+
+
+def test_counts_that_go_backwards_leave_the_last() -> None:
+    body = events(text_event("a", **usage(3)), text_event("b", "length", **usage(2)))
+    fields, *_ = result_of(body)
+    assert (fields["got_tokens"], fields["error"]) == (2, None)
+
+
+def test_chunks_without_tokens_are_no_progress() -> None:
+    tally = Tally()
+    body = events(*[text_event("", **usage(1))] * 9, text_event("", "length", **usage(2)))
+    talk(lambda _: httpx.Response(200, content=body), lambda c: send(c, IDS, tally, 0.0))
+    assert (tally.chunks, tally.done) == (2, 1)
 
 
 def test_without_usage_chunks_are_all_there_is() -> None:
@@ -418,3 +503,37 @@ def test_sessions_are_spread_over_ranks_by_name_alone() -> None:
 )
 def test_form_of_an_answer(text: str, arguments: list[str], expected: str | None) -> None:
     assert answer_format(text, arguments) == expected
+
+
+def test_client_ends_with_the_gate_even_if_the_server_hangs() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = {
+            "url": f"http://127.0.0.1:{server.getsockname()[1]}",
+            "api": "sglang",
+            "prompts": "ids",
+            "words": (),
+            "exact": True,
+            "dp_size": None,
+            "warmup": [
+                SessionPlan("warmup", 0.0, (1, 2), (Turn(2, 1, 0.0),)).to_json(),
+            ],
+        }
+        command = [sys.executable, "-m", "numinous_tooling.gate.client"]
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as client:
+            try:
+                assert client.stdin
+                assert client.stdout
+                client.stdin.write(json.dumps(job) + "\n")
+                client.stdin.flush()
+                while json.loads(client.stdout.readline())["in_flight"] < 2:
+                    pass
+                client.stdout.close()  # what a SIGKILL of the gate does
+                assert client.wait(timeout=60) != 0
+            finally:
+                client.kill()

@@ -33,6 +33,7 @@ from numinous_tooling.gate.cliff_probe import (
 )
 from numinous_tooling.gate.conversation import Outcome
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.options import byte_count
 from numinous_tooling.gate.plan import ModelFacts
 
 FAKE = Path(__file__).with_name("gate_fake_server.py")
@@ -397,6 +398,11 @@ def test_server_that_dies_leaves_a_reason(
         (("--resolution", "1"), "no number from 0 to below 1"),
         (("--order", "ABC"), "unknown arm C"),
         (("--limit", "0"), "no positive number"),
+        (("--limit", "1e400"), "no positive number"),
+        (("--pool-bytes", "nan"), "no number of bytes"),
+        (("--pool-bytes", "20 GiBs"), "no number of bytes"),
+        (("--pool-bytes", "1e999"), "no number of bytes"),
+        (("--out", "/dev/null"), "/dev/null cannot be used as a folder"),
     ],
 )
 def test_usage_errors_are_one_line(
@@ -438,3 +444,9 @@ def test_figure_shows_open_ends_and_cut_probes() -> None:
 
 def vars_of(holds: int | None, fails: int | None) -> dict[str, Any]:
     return {"holds": holds, "fails": fails, "disputed": [], "inversions": []}
+
+
+def test_pool_bytes_have_units() -> None:
+    assert byte_count("20GiB") == 20 << 30
+    assert byte_count("1.5e9") == byte_count("1.5GB") == 1_500_000_000
+    assert byte_count("512 MiB") == 512 << 20

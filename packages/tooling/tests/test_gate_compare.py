@@ -136,6 +136,22 @@ def test_a_figure_that_only_one_run_judged_is_shown(compare):
     assert re.search(r"stalls +not judged", out)
 
 
+def test_an_interval_without_a_lower_end_agrees_with_everything(compare):
+    wide = serving(9.0)
+    wide["comparisons"][0]["metrics"][0] |= {"low": -1.0, "high": 1e20}
+    assert compare(serving(0.1), wide)[0] == 0
+
+
+def test_runs_without_a_common_interval_do_not_agree(compare):
+    one_repeat = serving()
+    one_repeat["comparisons"][0]["metrics"][0] |= {"low": None, "high": None}
+    code, out, error = compare(one_repeat, serving())
+    assert code == 2
+    assert "time to first token" in out
+    assert "the runs agree" not in out
+    assert "nothing was compared: no figure has an interval in both runs" in error
+
+
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
@@ -145,6 +161,13 @@ def test_a_figure_that_only_one_run_judged_is_shown(compare):
         (serving(schema=1), serving(), "has schema 1, this version reads 2"),
         (serving(comparisons=[], reasons=["server died"]), serving(), "without a measurement (server died)"),
         (serving(gate="cliff"), serving(), "runs of the cliff gate are not compared"),
+        (serving(gate=["x"]), serving(), "are not compared"),
+        (serving(comparisons=[], reasons=None), serving(), "without a measurement ()"),
+        (serving(comparisons=[{}]), serving(), "lacks what a verdict holds (KeyError('metrics'))"),
+        (serving(comparisons="x"), serving(), "lacks what a verdict holds (TypeError"),
+        (serving(arms=None), serving(), "lacks what a verdict holds (AttributeError"),
+        (accuracy(rows=[{"label": "x"}]), accuracy(), "lacks what a verdict holds (KeyError('unit'))"),
+        (serving(), "[" * 100_000, "is no JSON"),
     ],
 )  # fmt: skip
 def test_what_is_no_pair_of_runs_is_refused_in_one_line(compare, first, second, said):
@@ -176,3 +199,6 @@ def test_a_page_holds_its_records_and_escapes_what_it_shows(tmp_path, monkeypatc
     monkeypatch.setattr(page, "LARGEST_DOWNLOAD", 10)
     assert "too large for this page" in page.downloads([records, tmp_path / "absent"])
     assert page.downloads([tmp_path / "absent"]) == ""
+    # A path of bytes that are no UTF-8, or a server's half of a surrogate pair.
+    page.write(tmp_path / "r.html", "Gate", "FAIL", [page.bullets(["\udcff"])])
+    assert "\\udcff" in (tmp_path / "r.html").read_text()

@@ -107,7 +107,10 @@ def test_runs_are_pooled_by_their_degrees_of_freedom(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [again.file]
 
 
-@pytest.mark.parametrize("fault", ["nonsense", "schema", "setting", "df", "nan"])
+@pytest.mark.parametrize(
+    "fault",
+    ["nonsense", "bytes", "list", "schema", "setting", "df", "nan", "huge", "source", "metrics"],
+)
 def test_file_that_is_not_this_floor_is_refused(tmp_path: Path, fault: str) -> None:
     here = setting(arm())
     stored = floor.load(tmp_path, here)
@@ -123,9 +126,26 @@ def test_file_that_is_not_this_floor_is_refused(tmp_path: Path, fault: str) -> N
             noise["df"] = 0
         case "nan":
             noise["sd"] = float("nan")
-    stored.file.write_text("{" if fault == "nonsense" else json.dumps(document))
+        case "huge":
+            noise["sd"] = 1e300
+        case "source":
+            del document["runs"][0]["source"]
+        case "metrics":
+            document["runs"][0]["metrics"] = {"tpot": []}
+    damaged = {"nonsense": b"{", "bytes": b"\xff", "list": b"[]"}
+    stored.file.write_bytes(damaged.get(fault, json.dumps(document).encode()))
     with pytest.raises(GateError, match=r"is no noise floor of this setting; remove it"):
         floor.load(tmp_path, here)
+
+
+def test_two_runs_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    first, second = (floor.load(tmp_path, setting(arm())) for _ in range(2))
+    first.add("2026-01-01T00:00:00Z", "first", {"tpot": Noise(0.01, 3)})
+    second.add("2026-01-01T00:00:01Z", "second", {"tpot": Noise(0.01, 3)})
+    stored = floor.load(tmp_path, setting(arm()))
+    assert [run["source"] for run in stored.runs] == ["first", "second"]
+    assert stored.noise()["tpot"].df == 6
+    assert [file.name for file in tmp_path.iterdir()] == [stored.file.name]
 
 
 def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
@@ -244,3 +264,21 @@ def test_gate_stores_a_floor_and_uses_it(
     _, third = gate(tmp_path, "other", "--order", "AB", "--turns", "3", "--features", "none")
     assert not third["noise_floor"]["used"]
     assert len(list((tmp_path / "floors").iterdir())) == 1
+
+
+def test_floor_that_cannot_be_stored_leaves_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "model").mkdir()
+    config = {"max_position_embeddings": 4096, "vocab_size": 4000}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+
+    def add(*_: object) -> None:
+        raise GateError("the noise floor cannot be stored in planted")
+
+    monkeypatch.setattr(floor.Floor, "add", add)
+    code, document = gate(tmp_path, "aa", "--features", "none")
+    assert (code, document["verdict"]) == (0, "PASS"), capsys.readouterr().out
+    assert not document["noise_floor"]["stored"]
+    assert "the noise floor cannot be stored in planted" in document["notes"]

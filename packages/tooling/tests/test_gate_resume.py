@@ -50,6 +50,28 @@ def aborted(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_line_that_was_being_written_may_look_like_a_whole_one(aborted: Path) -> None:
+    with (aborted / RECORDS_FILE).open("a") as file:
+        file.write('ion":"a","error":"HTTP 500: {}')
+    assert load_state(aborted).runs == [make_run(0)]
+
+
+@pytest.mark.parametrize("settings", [None, [], "x"])
+def test_state_without_settings_is_damaged(aborted: Path, settings: object) -> None:
+    document = json.loads((aborted / STATE_FILE).read_text())
+    (aborted / STATE_FILE).write_text(json.dumps(document | {"settings": settings}))
+    with pytest.raises(GateError, match="is damaged"):
+        load_state(aborted)
+
+
+def test_kept_records_are_replaced_as_a_whole(aborted: Path) -> None:
+    state = load_state(aborted)
+    state.save_records(aborted)
+    assert load_state(aborted).runs == [make_run(0)]
+    assert len((aborted / RECORDS_FILE).read_text().splitlines()) == 2
+    assert not (aborted / (RECORDS_FILE + ".new")).exists()
+
+
 def test_finished_slots_come_back_whole(aborted: Path) -> None:
     state = load_state(aborted)
     assert state.runs == [make_run(0)]

@@ -7,6 +7,7 @@ themselves are tested in test_gate_verdict.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -25,7 +26,9 @@ pytest.importorskip("httpx")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
-from numinous_tooling.gate import gauges, report, run, verdict
+import httpx
+
+from numinous_tooling.gate import folder, gauges, report, run, verdict
 from numinous_tooling.gate.__main__ import main
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.servers import free_port
@@ -174,6 +177,7 @@ def test_equal_arms_pass(bench: Bench, capsys: pytest.CaptureFixture[str]) -> No
     verdict = bench.verdict()
     assert verdict["verdict"] == "PASS"
     assert verdict["length_scale"] == 1 / 64
+    assert verdict["notes"] == []  # the order is balanced
     assert [run["run"] for run in verdict["runs"]] == ["A1", "B1", "B2", "A2"]
     for arm in "AB":
         pooled = verdict["arms"][arm]["figures"]["pooled"]
@@ -231,6 +235,7 @@ def test_planted_slow_down_fails(bench: Bench, capsys: pytest.CaptureFixture[str
 def test_one_repeat_is_inconclusive(bench: Bench) -> None:
     assert bench.run("--order", "AB") == 2
     assert bench.verdict()["verdict"] == "INCONCLUSIVE"
+    assert "in the order AB one arm runs later than the other" in bench.verdict()["notes"][0]
 
 
 @pytest.mark.usefixtures("real_report")
@@ -290,7 +295,7 @@ def test_bad_answers_are_counted_and_fail(
     assert pooled["requests"] == 4
     assert pooled["short_answers"] == short
     assert pooled["errors"] == (1 if error is not None else 0)
-    assert "arm B has 1 failed or short answers, arm A 0" in verdict["reasons"][0]
+    assert "arm B has 1 failed or short answers of 4, arm A 0 of 4" in verdict["reasons"][0]
     if error is not None:
         records = (bench.out / "records.jsonl").read_text().splitlines()
         assert any(error in (json.loads(line)["error"] or "") for line in records)
@@ -539,7 +544,7 @@ def test_attached_server_that_dies_in_the_middle(bench: Bench, api: str) -> None
 )
 def test_bad_answers_of_an_openai_server_are_counted(bench: Bench, fault: str, error: str) -> None:
     assert bench.run_attached("", fault, *small()) == 1
-    assert bench.verdict()["reasons"][0] == "arm B has 1 failed or short answers, arm A 0"
+    assert bench.verdict()["reasons"][0] == "arm B has 1 failed or short answers of 4, arm A 0 of 4"
     assert [r for r in bench.records() if r["error"] and error in r["error"]]
 
 
@@ -652,6 +657,61 @@ def test_gauges_are_read_while_a_server_works(
     assert b["queue"]["max"] == 4.0
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--length-scale", "1e400"),
+        ("--length-scale", "1e999999999"),
+        ("--length-scale", "inf"),
+        ("--start-timeout", "nan"),
+        ("--stall-timeout", "0"),
+        ("--max-client-lag", "nan"),
+        ("--port-base", "65536"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str], extra: tuple[str, str]
+) -> None:
+    assert bench.run(*extra) == 2
+    assert f"argument {extra[0]}: '{extra[1]}' is no" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_folder_of_a_run_that_goes_on_is_refused(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with folder.locked(bench.out):
+        assert bench.run("--order", "AB") == 2
+        assert "is in use by another run" in capsys.readouterr().err
+        assert list(bench.out.iterdir()) == []
+    assert bench.run("--order", "AB", "--features", "none") == 2
+    assert bench.verdict()["reasons"][0].startswith("output tok/s per user")
+
+
+def test_no_verdict_of_an_earlier_run_stays_beside_new_records(bench: Bench) -> None:
+    bench.out.mkdir()
+    (bench.out / "verdict.json").write_text('{"verdict": "PASS"}')
+    (bench.out / "report.html").write_text("PASS")
+    # What a full disk or a folder without rights looks like.
+    (bench.out / "server-A1.log").mkdir()
+    assert bench.run("--order", "AB") == 2
+    assert bench.verdict()["verdict"] == "INCONCLUSIVE"
+    assert "server-A1.log: Is a directory" in bench.verdict()["reasons"][0]
+    assert not (bench.out / "report.html").exists()
+
+
+def test_port_on_which_another_server_answers_is_refused(bench: Bench) -> None:
+    url = bench.attach()
+    with httpx.Client() as http:
+        for _ in range(600):
+            with contextlib.suppress(httpx.TransportError):
+                if http.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(0.1)
+    assert bench.run("--port-base", url.rsplit(":", 1)[1]) == 2
+    assert "is in use" in bench.verdict()["reasons"][0]
+    assert bench.server_pids() == [bench.attached[0].pid]
+
+
 def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--flags-b", f"--die-after-file {bench.folder / 'die'}", "--tolerance", "1e6")
     (bench.folder / "die").write_text("5")
@@ -661,6 +721,12 @@ def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -
     (bench.folder / "die").unlink()
     arguments = bench.arguments(*flags)
     arguments[arguments.index("--out")] = "--resume"
+    # A slot whose records are not all there is no finished slot.
+    whole = (bench.out / "records.jsonl").read_text()
+    (bench.out / "records.jsonl").write_text("".join(whole.splitlines(keepends=True)[1:]))
+    assert main(arguments, counters_reader=fake_counters) == 2
+    assert "records.jsonl has 3 of 4 records of A1" in capsys.readouterr().err
+    (bench.out / "records.jsonl").write_text(whole)
     other = [*arguments, "--concurrency", "1"]
     assert main(other, counters_reader=fake_counters) == 2
     assert (
@@ -688,6 +754,33 @@ def test_drift_of_a_run_makes_it_doubtful() -> None:
     ]
 
 
+def test_key_of_attached_servers_is_sent_and_written_nowhere(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "sk-planted-key"
+    monkeypatch.setenv("GATE_TEST_KEY", key)
+    extra = ("--api-key-env", "GATE_TEST_KEY", *small())
+    assert bench.run_attached(f"--api-key {key}", f"--api-key {key}", *extra) == 2  # one repeat
+    assert len(bench.records()) > 0
+    assert not any(record["error"] for record in bench.records())
+    # A server that repeats what it refuses.
+    assert bench.run_attached("--api-key other", "--api-key other", *extra) == 2
+    assert "wrong key: Bearer ***" in bench.verdict()["reasons"][0]
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    said += "".join(f.read_text(errors="replace") for f in bench.out.rglob("*") if f.is_file())
+    assert key not in said
+
+
+def test_password_in_a_url_is_refused(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    urls = ("--url-a", "http://me:hunter2@x:1", "--url-b", "http://x:1")
+    assert main(["serving", *urls, "--out", str(bench.out)]) == 2
+    error = capsys.readouterr().err
+    assert "see --api-key-env" in error
+    assert "hunter2" not in error
+    assert not bench.out.exists()
+
+
 def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_CLIENT_CPU_SHARE", 1e-9)
     assert bench.run("--order", "AB") == 2
@@ -699,6 +792,7 @@ def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPat
     [
         (("--url-a", "http://x:1"), "--url-a and --url-b go together"),
         (("--no-flush",), "--no-flush is for servers attached"),
+        (("--api-key-env", "HOME"), "--api-key-env is for servers attached"),
         (("--max-uneven-load", "-1"), "write a number of cores"),
         (("--max-uneven-load", "nan"), "write a number of cores"),
         (("--rate", "1"), "--rate is for workload open, not for agents"),
@@ -706,6 +800,12 @@ def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPat
         (("--workload", "mooncake"), "is for workload"),
         (("--prompts", "chat"), "--prompts chat needs --api openai"),
         (("--resume", "/no/such/run"), "--out and --resume name two folders"),
+        (("--tolerance", "nan"), "write F or METRIC=F"),
+        (("--tolerance", "ttft=inf"), "write F or METRIC=F"),
+        (("--env-b", "HF_TOKEN=x"), "looks like a secret"),
+        (("--out", "/dev/null"), "/dev/null cannot be used as a folder"),
+        (("--out", "/dev/null/x"), "/dev/null/x cannot be used as a folder"),
+        (("--speedup", "1e-9"), "hours between requests"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
@@ -721,6 +821,13 @@ def test_options_that_make_no_sense_are_refused(
     ("extra", "message"),
     [
         (("--url-b", "not a url"), "write http://HOST:PORT"),
+        (("--url-b", "http://[::1"), "write http://HOST:PORT"),
+        (("--url-b", "http://x:99999"), "write http://HOST:PORT"),
+        (("--url-b", "http://x:y"), "write http://HOST:PORT"),
+        (("--url-b", "http://x:1/v1/"), "write what comes before /v1"),
+        (("--url-b", "http://x:1/?a=b"), "write what comes before /v1"),
+        (("--api-key-env", "NO_SUCH_KEY"), "no variable that holds a key"),
+        (("--no-flush", "--url-b", "http://x:1", "--resume", "x"), "start anew"),
         (("--flags-b", "--x"), "--flags-b is for servers that the gate starts"),
         (("--features", FEATURE), "name it with --state-dir-b"),
         (("--workload", "agents-text", "--trace", "/no/trace", "--api", "sglang"), "through chat"),

@@ -197,3 +197,12 @@ def test_command_writes_what_it_found(
     monkeypatch.setattr(simulate, "CASES", (broken,))
     assert simulate.main(["--trials", "12"]) == 1
     assert "NO" in capsys.readouterr().out
+
+
+def test_folder_for_the_trials_is_looked_for_before_they_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        simulate.main(["--trials", "1000000", "--json", str(tmp_path / "none" / "t.json")])
+    assert stop.value.code == 2
+    assert "no such folder" in capsys.readouterr().err

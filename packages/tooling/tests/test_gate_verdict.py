@@ -173,6 +173,29 @@ def test_bad_answers() -> None:
     assert comparison.reasons[0] == "1 failed or short answers in arm A"
 
 
+def test_arm_with_more_runs_may_have_more_bad_answers() -> None:
+    runs = [run for run in make_runs() if run.name != "A2"]
+    for run in runs:
+        with_record(run, error="HTTP 500")
+    comparison = judge(runs)
+    assert comparison.word == "INCONCLUSIVE"
+    assert comparison.reasons[0] == "1 failed or short answers in arm A"
+    runs[-1].records[1] = replace(runs[-1].records[1], error="HTTP 500")
+    comparison = judge(runs)
+    assert comparison.word == "FAIL"
+    assert comparison.reasons == ("arm B has 3 failed or short answers of 48, arm A 1 of 24",)
+
+
+def test_times_below_the_resolution_of_the_clock_are_no_values() -> None:
+    runs = make_runs()
+    for run in runs:
+        run.records = [
+            replace(record, e2e_s=0.0, chunks=tuple((0.0, n) for _, n in record.chunks))
+            for record in run.records
+        ]
+    assert {m.reason for m in judge(runs).metrics} == {"0 pairs, at least 4 needed"}
+
+
 @pytest.mark.parametrize(
     ("run", "change", "reason"),
     [

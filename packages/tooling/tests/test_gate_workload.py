@@ -187,12 +187,17 @@ def test_without_words_the_middle_of_the_vocabulary_is_used(tmp_path: Path) -> N
     ("config", "message"),
     [
         ({"vocab_size": 4000}, "names no max_position_embeddings"),
+        ({"max_position_embeddings": "many"}, "names no max_position_embeddings"),
         ({"vocab_size": 40, "max_position_embeddings": 9}, "no usable tokenizer.json"),
     ],
 )
 def test_unusable_models_are_named(tmp_path: Path, config: dict, message: str) -> None:
     with pytest.raises(GateError, match=message):
         read_model(write_model(tmp_path, {}, **config))
+    for broken in ("[", "[]", "\ud800"):
+        (tmp_path / "config.json").write_text(broken, errors="surrogatepass")
+        with pytest.raises(GateError, match=r"config\.json (is no JSON|holds no JSON object)"):
+            read_model(str(tmp_path))
     (tmp_path / "config.json").unlink()
     with pytest.raises(GateError, match=r"no config\.json"):
         read_model(str(tmp_path))

@@ -198,6 +198,15 @@ def test_prompt_longer_than_its_blocks_gets_tokens_of_its_own(tmp_path: Path) ->
         ("[]\n", "line 1: not a JSON object"),
         ("timestamp,input\n", "is not JSON lines"),
         ("", "only 0 requests"),
+        (
+            '{"timestamp": 0, "input_length": 1e999, "output_length": 1, "hash_ids": []}\n',
+            "line 1 is not in Mooncake format",
+        ),
+        (
+            '{"timestamp": NaN, "input_length": 9, "output_length": 1, "hash_ids": []}\n',
+            "no finite number",
+        ),
+        ("[" * 100_000, "is not JSON lines"),
     ],
 )
 def test_strange_traces_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -206,15 +215,26 @@ def test_strange_traces_are_named(tmp_path: Path, text: str, message: str) -> No
         mooncake(tmp_path / "t.jsonl").build(MODEL, 1)
     with pytest.raises(GateError, match="No such file"):
         mooncake(tmp_path / "missing.jsonl").build(MODEL, 1)
-    (tmp_path / "t.jsonl.gz").write_bytes(b"no gzip at all")
-    with pytest.raises(GateError):
-        mooncake(tmp_path / "t.jsonl.gz").build(MODEL, 1)
+    whole = gzip.compress(b'{"timestamp": 0}\n' * 9)
+    for damaged in (b"no gzip at all", whole[:20], whole[:11] + b"\xff" * 20):
+        (tmp_path / "t.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(GateError, match="--trace"):
+            mooncake(tmp_path / "t.jsonl.gz").build(MODEL, 1)
 
 
 def test_plan_that_would_fill_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "MAX_PLANNED_TOKENS", 1000)
     with pytest.raises(GateError, match="2,000 prompt tokens a repeat, at most 1,000"):
         CLOSED.build(MODEL, 1)
+    with pytest.raises(GateError, match="prompt tokens a repeat, at most 1,000"):
+        replace(CLOSED, requests=10**12).build(MODEL, 1)
+
+
+def test_plan_that_would_wait_for_days_is_refused() -> None:
+    open_loop = replace(CLOSED, rate=1e-6)
+    with pytest.raises(GateError, match="hours between requests, at most 24 are planned"):
+        plan.check_duration(open_loop.build(MODEL, 1))
+    plan.check_duration(CLOSED.build(MODEL, 1))
 
 
 # --- texts ------------------------------------------------------------------------------------
@@ -250,6 +270,15 @@ def test_sessions_that_do_not_fit_are_not_chosen(tmp_path: Path) -> None:
     assert len(texts(tmp_path, sessions=4).build(MODEL, 1)) == 4
 
 
+def chat(**answer: object) -> list[dict]:
+    """Return two questions, each with an answer that has these fields."""
+    pair = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "a", "t": 0, **answer},
+    ]
+    return [*pair, *pair]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -257,6 +286,11 @@ def test_sessions_that_do_not_fit_are_not_chosen(tmp_path: Path) -> None:
         ({"session": "a", "messages": []}, "line 1 has no chat"),
         ({"messages": [{"role": "assistant", "content": "hi"}]}, "line 1 has no chat"),
         ({"messages": [{"role": "user", "content": [1]}]}, "line 1 has no chat"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": 5}, "line 1 has no chat"),
+        ({"messages": chat(t="soon")}, "line 1: session, t, completion_tokens"),
+        ({"messages": chat(completion_tokens="many")}, "line 1: session, t, completion_tokens"),
+        ({"messages": chat(tool_calls=["x"])}, "line 1: session, t, completion_tokens"),
+        ({"messages": chat(), "session": "\ud800"}, "line 1: session, t, completion_tokens"),
     ],
 )
 def test_strange_sessions_are_named(tmp_path: Path, row: dict, message: str) -> None:

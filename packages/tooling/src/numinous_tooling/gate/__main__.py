@@ -7,6 +7,7 @@ Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, bad usage, or no verdict (a server d
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,10 @@ def main(argv: Sequence[str] | None = None, counters_reader: CountersReader = re
         options = _parser().parse_args(bind_flag_values(arguments))
     except SystemExit as stop:  # argparse printed its message; callers of main() want a code
         return int(stop.code or 0)
+    # Paths and what servers say may hold what the terminal cannot show.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     interrupts = Interrupts()
     try:
         with interrupts.installed():
@@ -38,6 +43,8 @@ def main(argv: Sequence[str] | None = None, counters_reader: CountersReader = re
         lines = [error.tail] if error.tail else []
         print(*lines, f"gate: {error}", "INCONCLUSIVE: no verdict", sep="\n", file=sys.stderr)
     except GateError as error:
+        print(f"gate: {error}", file=sys.stderr)
+    except OSError as error:  # a full disk, a folder without rights
         print(f"gate: {error}", file=sys.stderr)
     except Interrupted as error:
         print(f"gate: {error}; no server is left running", file=sys.stderr)

@@ -8,6 +8,7 @@ server. Both stream, and both take one `Request` and yield `Chunk`s, so the clie
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,21 @@ FLUSH_WAIT_S = 30.0
 # Answers that say "this route or this field is not mine", not "the server is in trouble".
 NOT_THERE = (404, 405)
 NOT_TAKEN = (400, 404, 405, 415, 422)
+
+# Of one event; a server that never ends its line would fill the memory.
+MAX_LINE_BYTES = 16 << 20
+# Without usage chunks are counted; a token may come in several (the parts of a tool call).
+CHUNKS_PER_TOKEN = 4
+MORE_CHUNKS = 64
+_MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,11 @@ class ServingClient(Protocol):
         """Empty the server's prefix cache; raise `CannotFlush` where there is no way to."""
 
 
+def bearer(api_key_env: str | None) -> dict[str, str]:
+    """Return the header that carries the key in this environment variable; none for no variable."""
+    return {} if api_key_env is None else {"authorization": f"Bearer {os.environ[api_key_env]}"}
+
+
 def _compact(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
@@ -101,7 +122,7 @@ async def _events(
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")[:200]
                 raise RequestFailed(f"HTTP {response.status_code}: {text}", response.status_code)
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 if not line.startswith("data:"):
                     continue
                 payload = line[5:].strip()
@@ -110,6 +131,43 @@ async def _events(
                 yield payload
     except httpx.HTTPError as error:
         raise RequestFailed(f"{type(error).__name__}: {error}") from error
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield lines as newlines end them; `aiter_lines` ends them at U+2028 and others too, which JSON holds as they are."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+        if len(rest) > MAX_LINE_BYTES:
+            raise RequestFailed(f"an event of more than {MAX_LINE_BYTES} bytes")
+    yield rest.decode(errors="replace")
+
+
+def _count(value: Any) -> int:
+    """Return a number of tokens."""
+    number = int(value)
+    if number < 0:
+        raise ValueError(number)
+    return number
+
+
+def _count_or_none(value: Any) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _check_length(tokens: int, request: Request, *, counted: bool) -> None:
+    """Refuse more tokens than were asked for: they would look like speed, and might never end.
+
+    `counted` is whether the server counted them; chunks are taken for tokens otherwise.
+    """
+    asked = request.max_new_tokens
+    limit = asked if counted else CHUNKS_PER_TOKEN * asked + MORE_CHUNKS
+    if tokens > limit:
+        raise RequestFailed(
+            f"{tokens} {'tokens' if counted else 'chunks'} came, at most {asked} tokens were asked for"
+        )
 
 
 async def _post_flush(http: httpx.AsyncClient, path: str) -> int:
@@ -154,6 +212,7 @@ class NativeGenerateClient:
         finished = False
         async for payload in _events(self._http, "/generate", self.body(request), {}):
             chunk = self._parse(payload)
+            _check_length(chunk.tokens, request, counted=True)
             finished = finished or chunk.finished
             yield chunk
         if not finished:
@@ -171,13 +230,13 @@ class NativeGenerateClient:
             if kind == "abort":
                 raise RequestFailed(f"aborted: {reason.get('message', '')}"[:200])
             return Chunk(
-                int(meta["completion_tokens"]),
-                meta.get("cached_tokens"),
+                _count(meta["completion_tokens"]),
+                _count_or_none(meta.get("cached_tokens")),
                 reason is not None,
-                prompt_tokens=meta.get("prompt_tokens"),
+                prompt_tokens=_count_or_none(meta.get("prompt_tokens")),
                 finish_reason=kind,
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _MALFORMED as error:
             raise RequestFailed(f"not an answer of /generate: {payload[:120]!r}") from error
 
     async def flush_cache(self) -> None:
@@ -237,6 +296,7 @@ class OpenAiClient:
         tokens = 0
         async for payload in _events(self._http, path, self.body(request), headers):
             chunk = self._parse(payload, path, tokens)
+            _check_length(chunk.tokens, request, counted=chunk.prompt_tokens is not None)
             tokens = chunk.tokens
             finished = finished or chunk.finished
             yield chunk
@@ -261,14 +321,18 @@ class OpenAiClient:
                 (int(call.get("index") or 0), (call.get("function") or {}).get("arguments") or "")
                 for call in calls
             )
+            if not all(isinstance(part, str) for part in (text, *(part for _, part in arguments))):
+                raise TypeError("text")
             reason = choice.get("finish_reason")
             if reason in ("abort", "error"):
                 raise RequestFailed(f"the server ended the answer: {reason}")
             cached = prompt_tokens = None
             if usage is not None:
-                tokens = int(usage["completion_tokens"])
-                prompt_tokens = int(usage["prompt_tokens"])
-                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                tokens = _count(usage["completion_tokens"])
+                prompt_tokens = _count(usage["prompt_tokens"])
+                cached = _count_or_none(
+                    (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+                )
             elif text or calls or delta.get("reasoning_content") or delta.get("reasoning"):
                 tokens += 1
             return Chunk(
@@ -281,7 +345,7 @@ class OpenAiClient:
                 text=text,
                 tool_arguments=arguments,
             )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except _MALFORMED as error:
             raise RequestFailed(f"not an answer of {path}: {payload[:120]!r}") from error
 
     async def flush_cache(self) -> None:

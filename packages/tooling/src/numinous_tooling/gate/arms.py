@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+
+import httpx
 
 from numinous_tooling.gate.errors import GateError
 
@@ -138,9 +139,7 @@ def attached_arms(
 ) -> dict[str, Arm]:
     """Return arms A and B of two servers that run already."""
     for option, url in (("--url-a", url_a), ("--url-b", url_b)):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise GateError(f"{option} {url}: write http://HOST:PORT")
+        _check_url(option, url)
     if features and state_dir_b is None:
         raise GateError(
             "--features: whether a feature ran on an attached server is seen in its NUMINOUS_STATE_DIR only; "
@@ -150,6 +149,22 @@ def attached_arms(
         "A": Arm("A", f"at {url_a}", "", {}, (), (), url_a),
         "B": Arm("B", f"at {url_b}", "", {}, (), features, url_b, state_dir_b),
     }
+
+
+def _check_url(option: str, url: str) -> None:
+    """Refuse what is no base URL of a server."""
+    try:
+        parts = httpx.URL(url)
+        whole = parts.scheme in ("http", "https") and parts.host and (parts.port or 1) < 65536
+    except httpx.InvalidURL:
+        whole = False
+    if not whole:
+        raise GateError(f"{option} {url}: write http://HOST:PORT")
+    if parts.userinfo:
+        # Not repeated: URLs stand in the reports, and so would the password.
+        raise GateError(f"{option}: no user or password in the URL; see --api-key-env")
+    if parts.query or parts.fragment or parts.path.rstrip("/").endswith("/v1"):
+        raise GateError(f"{option} {url}: write what comes before /v1, without ? and #")
 
 
 def server_environment(arm: Arm, caller: Mapping[str, str], state_dir: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -33,10 +34,14 @@ from numinous_tooling.gate.apis import (
     Request,
     RequestFailed,
     ServingClient,
+    bearer,
 )
 
 Emit = Callable[[dict[str, Any]], None]
 
+KEEP_ALIVE_S = 4.0
+# A shorter one cannot be told from ordinary text.
+MIN_SECRET_CHARS = 8
 LAG_TICK_S = 0.01
 PROGRESS_TICK_S = 0.25
 
@@ -131,6 +136,8 @@ async def send(
                 if chunk.bare and chunks:
                     now = chunks.pop()[0]
                 chunks.append((now, chunk.tokens))
+                # Chunks without tokens are no progress: a server could send them for ever.
+                tally.chunks += 1
             tokens = chunk.tokens
             cached = chunk.cached_tokens if chunk.cached_tokens is not None else cached
             counted = chunk.prompt_tokens if chunk.prompt_tokens is not None else counted
@@ -139,7 +146,6 @@ async def send(
                 text.append(chunk.text)
                 for call, part in chunk.tool_arguments:
                     calls[call] = calls.get(call, "") + part
-            tally.chunks += 1
     except RequestFailed as failure:
         error = str(failure)
     finally:
@@ -267,13 +273,25 @@ async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str
             emit({"event": "progress", **asdict(tally)})
             await asyncio.sleep(PROGRESS_TICK_S)
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # Idle connections are left before the servers do that: uvicorn closes them after 5 s, and a request sent at that
+    # very moment would fail.
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
+    )
     # No read timeout: a long prefill is silent for minutes; the parent judges standstill for all requests together.
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     progress = asyncio.create_task(report_progress())
+    job_task = asyncio.current_task()
+    assert job_task is not None
+    # It ends by itself only where nobody reads any more: the gate was killed, and a hanging server would keep us.
+    progress.add_done_callback(lambda ended: None if ended.cancelled() else job_task.cancel())
     try:
         async with httpx.AsyncClient(
-            base_url=job["url"], limits=limits, timeout=timeout, trust_env=False
+            base_url=job["url"],
+            limits=limits,
+            timeout=timeout,
+            trust_env=False,
+            headers=bearer(job.get("api_key_env")),
         ) as http:
             client: ServingClient = (
                 OpenAiClient(http, job["model"])
@@ -315,11 +333,17 @@ async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str
 def main() -> int:
     """Entry point of the client process."""
 
+    job = json.loads(sys.stdin.readline())
+    secret = os.environ[job["api_key_env"]] if job.get("api_key_env") else ""
+
     def emit(event: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(event, separators=(",", ":")) + "\n")
+        line = json.dumps(event, separators=(",", ":"))
+        # A server may repeat the key that it refuses; what is said here lands in files.
+        if len(secret) >= MIN_SECRET_CHARS:
+            line = line.replace(secret, "***")
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
-    job = json.loads(sys.stdin.readline())
     asyncio.run(run_job(job, emit, sys.stdin.readline))
     return 0
 

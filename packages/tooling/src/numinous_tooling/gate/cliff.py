@@ -47,8 +47,8 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling import roofline
+from numinous_tooling.gate import folder, provenance
 from numinous_tooling.gate import options as shared
-from numinous_tooling.gate import provenance
 from numinous_tooling.gate.arms import (
     Arm,
     flag_value,
@@ -216,8 +216,12 @@ class CliffRun:
 
     def execute(self) -> dict[str, Any]:
         """Search with each server of the order; return the content of cliff.json, which is written whatever happens."""
+        with folder.locked(self.options.out):
+            folder.clear(self.options.out, ("cliff.json", "report.html"))
+            return self._execute()
+
+    def _execute(self) -> dict[str, Any]:
         options = self.options
-        options.out.mkdir(parents=True, exist_ok=True)
         word: Word = "INCONCLUSIVE"
         reasons: tuple[str, ...] = ()
         try:
@@ -229,6 +233,9 @@ class CliffRun:
         except (GateError, Interrupted) as error:
             reasons = (str(error),)
             raise
+        except OSError as error:
+            reasons = (f"{error.filename or options.out}: {error.strerror or error}",)
+            raise GateError(reasons[0]) from error
         finally:
             self.progress.close()
             document = self._document(word, reasons)
@@ -362,7 +369,12 @@ def add_parser(commands: Any) -> None:
     add("--tolerance", type=_share, default=0.1, help="how much lower B's cliff may be, relative")
     add("--order", default="AB", help="one server and one search per letter")
     pool = cliff.add_mutually_exclusive_group()
-    pool.add_argument("--pool-bytes", type=float, metavar="BYTES", help="cached rows of one rank")
+    pool.add_argument(
+        "--pool-bytes",
+        type=shared.byte_count,
+        metavar="BYTES",
+        help="cached rows of one rank; with a unit or without: 20GiB",
+    )
     pool.add_argument("--pool-tokens", type=shared.positive, metavar="N", help="--max-total-tokens")
     pool.add_argument("--mem-fraction", type=_share, metavar="F", help="--mem-fraction-static")
     for letter in "ab":
@@ -373,7 +385,7 @@ def add_parser(commands: Any) -> None:
         )
     add(
         "--max-client-lag",
-        type=float,
+        type=shared.not_negative,
         metavar="MS",
         help="limit of the client's p99 lag; left out: from TPOT",
     )
@@ -465,10 +477,10 @@ def _with_pool(
     flags: dict[str, tuple[str, ...]] = {}
     pool: dict[str, Any]
     if options.pool_bytes is not None:
-        pool = {"bytes": int(options.pool_bytes), "arms": {}}
+        pool = {"bytes": options.pool_bytes, "arms": {}}
         for letter, arm in arms.items():
             given = getattr(options, f"kv_dtype_{letter.lower()}")
-            dtype, tokens = pool_tokens(model, arm, int(options.pool_bytes), given)
+            dtype, tokens = pool_tokens(model, arm, options.pool_bytes, given)
             pool["arms"][letter] = {"kv_dtype": dtype, "max_total_tokens": tokens}
             flags[letter] = ("--max-total-tokens", str(tokens))
     elif options.pool_tokens is not None:

@@ -9,7 +9,8 @@ differ is listed first, because a difference between settings is no disagreement
 
 Two figures that agree are not shown to be equal: wide intervals agree with much. The verdicts are compared as words.
 
-Exit codes: 0 the verdicts are the same and every figure agrees, 1 something differs, 2 a run cannot be read.
+Exit codes: 0 the verdicts are the same and every figure agrees, 1 something differs, 2 a run cannot be read
+or no figure has an interval in both runs.
 """
 
 from __future__ import annotations
@@ -91,10 +92,16 @@ def run(
         raise GateError(
             f"{options.first} is a run of the {kinds[0]} gate, {options.second} of the {kinds[1]} gate"
         )
-    settings = different_settings(*documents)
-    rows = compared_rows(kinds[0], *documents)
+    try:
+        settings = different_settings(*documents)
+        rows = compared_rows(kinds[0], *documents)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise GateError(
+            f"{options.first} or {options.second} lacks what a verdict holds ({error!r}); run the gate again"
+        ) from error
     words = [document["verdict"] for document in documents]
-    same = words[0] == words[1] and all(row.agrees is not False for row in rows)
+    compared = [row.agrees for row in rows if row.agrees is not None]
+    same = (words[0] == words[1] and all(compared)) if compared else None
     if options.json:
         content = {
             "gate": kinds[0],
@@ -106,6 +113,10 @@ def run(
         print(json.dumps(content, indent=1))
     else:
         print(comparison_text(words, settings, rows, same))
+    if same is None:
+        raise GateError(
+            "nothing was compared: no figure has an interval in both runs; run the gate with more repeats"
+        )
     return 0 if same else 1
 
 
@@ -122,12 +133,12 @@ def read_run(path: Path) -> tuple[str, dict[str, Any]]:
         raise GateError(
             f"{file} cannot be read ({error.strerror}); name the folder of a finished run"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GateError(f"{file} is no JSON ({error})") from error
     if not isinstance(document, dict) or "verdict" not in document:
         raise GateError(f"{file} is no verdict of a gate")
     kind = document.get("gate", "serving")
-    if kind not in SCHEMAS:
+    if not isinstance(kind, str) or kind not in SCHEMAS:
         raise GateError(f"{file}: runs of the {kind} gate are not compared")
     if document.get("schema") != SCHEMAS[kind]:
         raise GateError(
@@ -135,7 +146,7 @@ def read_run(path: Path) -> tuple[str, dict[str, Any]]:
         )
     if not document.get("comparisons" if kind == "serving" else "rows"):
         raise GateError(
-            f"{file}: the run ended without a measurement ({'; '.join(document['reasons'])})"
+            f"{file}: the run ended without a measurement ({'; '.join(map(str, document.get('reasons') or ()))})"
         )
     return kind, document
 
@@ -184,7 +195,12 @@ def compared_rows(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]
 
 
 def _transform(unit: str) -> Callable[[float], float]:
-    return math.log1p if unit == "relative" else float
+    # A change of -100 % is what an interval without a lower end is rounded to.
+    return (
+        (lambda value: math.log1p(value) if value > -1 else -math.inf)
+        if unit == "relative"
+        else float
+    )
 
 
 def _agree(
@@ -222,9 +238,9 @@ def comparison_text(
     words: Sequence[str],
     settings: Mapping[str, tuple[str, str]],
     rows: Sequence[Row],
-    same: bool,
+    same: bool | None,
 ) -> str:
-    """Return the comparison for the terminal, the outcome last."""
+    """Return the comparison for the terminal, the outcome last; `same` None: nothing could be compared."""
     lines = []
     if settings:
         lines += [
@@ -234,8 +250,9 @@ def comparison_text(
         ]
     head = ["figure", "RUN1", "95 % interval", "", "RUN2", "95 % interval", "", "agree"]
     lines += text_table([head, *(_cells(row) for row in rows)])
-    said = {True: "yes", False: "no", None: "-"}[same]
-    lines += ["", f"RUN1 {words[0]}, RUN2 {words[1]}; the runs agree: {said}"]
+    lines += ["", f"RUN1 {words[0]}, RUN2 {words[1]}"]
+    if same is not None:
+        lines[-1] += f"; the runs agree: {'yes' if same else 'no'}"
     return "\n".join(lines)
 
 

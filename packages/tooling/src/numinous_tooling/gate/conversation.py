@@ -63,7 +63,9 @@ class Conversation:
 
     def hold(self, job: dict[str, Any]) -> Outcome | None:
         """Run the job to its end; None if the client ended before that."""
-        sampler = GaugeSampler(self._server.url, local=self._server.local)
+        sampler = GaugeSampler(
+            self._server.url, local=self._server.local, headers=self._server.headers
+        )
         with contextlib.ExitStack() as until_the_end:
             outcome = self._hold(job, lambda: until_the_end.enter_context(sampler.sampling()))
         if outcome is not None:

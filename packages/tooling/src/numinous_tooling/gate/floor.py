@@ -25,6 +25,7 @@ from typing import Any
 
 from numinous_tooling.gate.arms import FEATURE_SERVER_FLAGS, Arm
 from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.folder import locked
 from numinous_tooling.gate.measures import ArmRun, Metric
 from numinous_tooling.gate.verdict import Noise, doubts, same_arm_noise
 
@@ -49,6 +50,11 @@ def is_same_against_same(arms: Mapping[str, Arm]) -> bool:
         for arm in (a, b)
     )
     return not b.features and (a.python, a.flags, plain_a) == (b.python, b.flags, plain_b)
+
+
+def machine_of(machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a machine decides how fast it is; its kernel may be updated."""
+    return {key: machine.get(key) for key in ("cpu", "cores", "gpus")}
 
 
 def setting_of(
@@ -88,7 +94,7 @@ def setting_of(
         "env": dict(arm.env),
         "versions": dict(versions),
         "workload": {key: value for key, value in workload.items() if key not in _NOT_SETTING},
-        "machine": {key: machine.get(key) for key in ("cpu", "cores", "gpus")},
+        "machine": machine_of(machine),
         "driver": driver,
     }
     # As it will come back from the file: tuples are lists there.
@@ -128,13 +134,16 @@ class Floor:
     def add(self, utc: str, source: str, noise: Mapping[str, Noise]) -> None:
         """Add an A/A run and store the floor; the file is replaced as a whole."""
         metrics = {name: {"sd": n.sd, "df": n.df} for name, n in noise.items()}
-        self.runs.append({"utc": utc, "source": source, "metrics": metrics})
-        document = {"schema": SCHEMA, "setting": self.setting, "runs": self.runs}
         temporary = self.file.with_suffix(f".{os.getpid()}.tmp")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(self.file)
+            with locked(self.folder, wait=True):
+                # Another run may have added its own since this one began.
+                self.runs = load(self.folder, self.setting).runs
+                self.runs.append({"utc": utc, "source": source, "metrics": metrics})
+                document = {"schema": SCHEMA, "setting": self.setting, "runs": self.runs}
+                temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                temporary.replace(self.file)
         except OSError as error:
             raise GateError(
                 f"the noise floor cannot be stored in {self.folder} ({error.strerror}); choose another --floor-dir"
@@ -154,7 +163,7 @@ def load(folder: Path, setting: dict[str, Any]) -> Floor:
     """Return the floor of a setting, without runs where none is stored; refuse a file that is not that floor."""
     floor = Floor(folder, setting)
     try:
-        text = floor.file.read_text(encoding="utf-8")
+        content = floor.file.read_bytes()
     except FileNotFoundError:
         return floor
     except OSError as error:
@@ -162,14 +171,22 @@ def load(folder: Path, setting: dict[str, Any]) -> Floor:
             f"{floor.file} cannot be read ({error.strerror}); see --floor-dir"
         ) from error
     try:
-        document = json.loads(text)
+        document = json.loads(content)
         if document["schema"] != SCHEMA or document["setting"] != setting:
             raise ValueError
         floor.runs = list(document["runs"])
+        floor.described()
         for noise in floor.noise().values():
             if not (noise.df >= 1 and 0 <= noise.sd < math.inf):
                 raise ValueError
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise GateError(
             f"{floor.file} is no noise floor of this setting; remove it and measure it again with --features none"
         ) from error

@@ -95,8 +95,11 @@ def gpu_memory_mib() -> float | None:
 class GaugeSampler:
     """Samples one server in a thread for the length of a block; `summary` says what it saw."""
 
-    def __init__(self, url: str, *, local: bool = True) -> None:
+    def __init__(
+        self, url: str, *, local: bool = True, headers: Mapping[str, str] | None = None
+    ) -> None:
         self._url = url
+        self._headers = headers
         self._local = local
         self._stop = threading.Event()
         self._samples: list[Sample] = []
@@ -107,7 +110,12 @@ class GaugeSampler:
     @contextlib.contextmanager
     def sampling(self) -> Iterator[GaugeSampler]:
         """Sample until the block ends."""
-        with httpx.Client(base_url=self._url, trust_env=False, timeout=REQUEST_TIMEOUT_S) as http:
+        with httpx.Client(
+            base_url=self._url,
+            headers=self._headers,
+            trust_env=False,
+            timeout=REQUEST_TIMEOUT_S,
+        ) as http:
             # The first and the last are taken while nothing runs: they bound what is cumulative, and are no load.
             self._ends.append(self._ask(http))
             thread = threading.Thread(target=self._sample, args=(http,), daemon=True)

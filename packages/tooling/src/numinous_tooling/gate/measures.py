@@ -155,7 +155,8 @@ def tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
 def mean_ttft_s(records: Sequence[RequestRecord]) -> float | None:
     """Return the mean time to first token in seconds."""
     times = [record.ttft_s for record in records if record.ttft_s is not None]
-    return fmean(times) if times else None
+    mean_s = fmean(times) if times else 0.0
+    return mean_s if mean_s > 0 else None
 
 
 def tpot_s(records: Sequence[RequestRecord]) -> float | None:

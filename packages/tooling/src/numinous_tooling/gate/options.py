@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
+import re
 import shlex
 import sys
 import time
@@ -25,6 +27,19 @@ SERVER_TEMPLATE = (
 
 # Server flags that bound the length of one request, in tokens.
 CONTEXT_FLAGS = ("--context-length", "--max-total-tokens")
+# Of what a number on the command line may be.
+LARGEST = 1e12
+BYTE_UNITS = {
+    "": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+_BYTES = re.compile(rf"(\d+(?:\.\d*)?(?:e\d{{1,3}})?) ?({'|'.join(BYTE_UNITS)})")
+# Names of variables whose values are meant for nobody's eyes.
+_SECRET = re.compile(
+    r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$",
+    re.IGNORECASE,
+)
 FLAG_OPTIONS = ("--flags-all", "--flags-a", "--flags-b", "--arm-c-flags")
 
 
@@ -46,7 +61,7 @@ def add_server_options(parser: argparse.ArgumentParser, *, features: str | None)
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="environment of arms A and C",
+        help="environment of arms A and C; it stands in the reports, so no secrets",
     )
     add("--env-b", action="append", default=[], metavar="NAME=VALUE", help="environment of arm B")
     add("--python-a", default=sys.executable, metavar="PYTHON", help="interpreter of arms A and C")
@@ -60,19 +75,19 @@ def add_server_options(parser: argparse.ArgumentParser, *, features: str | None)
     add("--json", action="store_true", help="print verdict.json instead of the table")
     add(
         "--port-base",
-        type=positive,
+        type=port,
         help="first port, one more for each server; left out: free ports",
     )
     add(
         "--start-timeout",
-        type=float,
+        type=ratio,
         default=900.0,
         metavar="S",
         help="seconds a server may take to start",
     )
     add(
         "--stall-timeout",
-        type=float,
+        type=ratio,
         default=180.0,
         metavar="S",
         help="seconds without a token that count as a hang",
@@ -181,6 +196,11 @@ def _pairs(option: str, values: Sequence[str]) -> dict[str, str]:
         name, equals, text = value.partition("=")
         if not (name and equals):
             raise GateError(f"{option} {value}: write NAME=VALUE")
+        if _SECRET.search(name):
+            raise GateError(
+                f"{option} {name}: looks like a secret, and reports show what is given here; "
+                "export it instead, servers inherit the environment"
+            )
         pairs[name] = text
     return pairs
 
@@ -212,13 +232,44 @@ def positive(text: str) -> int:
 
 
 def ratio(text: str) -> float:
-    """Parse a positive number or fraction."""
+    """Parse a positive number or fraction; far beyond `LARGEST` or its inverse nothing can be meant."""
     try:
-        value = float(Fraction(text))
+        # A fraction alone would first compute all digits of 1e999999999.
+        value = float(Fraction(text)) if "/" in text else float(text)
     except (ValueError, ZeroDivisionError, OverflowError):
         value = 0.0
-    if not value > 0:
+    if not 1 / LARGEST <= value <= LARGEST:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no positive number or fraction, such as 0.25 or 1/16"
         )
     return value
+
+
+def not_negative(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
+    return value
+
+
+def byte_count(text: str) -> int:
+    """Parse a number of bytes, also with a unit: `20GiB`, `1.5e9`."""
+    found = _BYTES.fullmatch(text)
+    number = float(found[1]) * BYTE_UNITS[found[2] or ""] if found else math.nan
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of bytes, such as 1.5e9 or 20GiB ({', '.join(filter(None, BYTE_UNITS))})"
+        )
+    return int(number)
+
+
+def port(text: str) -> int:
+    """Parse a TCP port."""
+    number = positive(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
+    return number

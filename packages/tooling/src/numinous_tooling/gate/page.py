@@ -108,6 +108,8 @@ def write(path: Path, gate: str, word: str, parts: Iterable[str]) -> None:
         f"<title>{html.escape(gate)}: {word}</title><style>{_STYLE}</style></head>"
         f"<body>{head}{''.join(parts)}</body></html>\n",
         encoding="utf-8",
+        # Paths and what servers say may hold what is no character.
+        errors="backslashreplace",
     )
 
 

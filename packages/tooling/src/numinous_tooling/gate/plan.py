@@ -24,6 +24,8 @@ WARMUP_NEW_TOKENS = 4
 CONTEXT_MARGIN_TOKENS = 16
 # All prompts of one repeat together; the plan is held in memory and sent to the client process as one job.
 MAX_PLANNED_TOKENS = 50_000_000
+# Starts and gaps of a replay: a gate that waits longer was given the wrong unit.
+MAX_WAITING_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,25 @@ def mark_messages(
 
 def check_size(plans: Sequence[SessionPlan]) -> None:
     """Refuse a plan that would not fit in memory."""
-    total = sum(len(plan.token_ids) for plan in plans)
+    check_planned(sum(len(plan.token_ids) for plan in plans))
+
+
+def check_planned(total: int) -> None:
+    """Refuse so many prompt tokens."""
     if total > MAX_PLANNED_TOKENS:
         raise GateError(
             f"the workload has {total:,} prompt tokens a repeat, at most {MAX_PLANNED_TOKENS:,} are planned; "
             "lower --requests, --sessions or --length-scale"
+        )
+
+
+def check_duration(plans: Sequence[SessionPlan]) -> None:
+    """Refuse a plan that does nothing but wait for longer than any gate is meant to run."""
+    longest_s = max(plan.start_s + sum(turn.gap_s for turn in plan.turns) for plan in plans)
+    if longest_s > MAX_WAITING_S:
+        raise GateError(
+            f"the workload waits {longest_s / 3600:,.0f} hours between requests, at most "
+            f"{MAX_WAITING_S / 3600:g} are planned; raise --speedup or --rate"
         )
 
 

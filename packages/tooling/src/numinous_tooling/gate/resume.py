@@ -50,6 +50,14 @@ class RunState:
         draft.write_text(json.dumps(document, indent=1) + "\n")
         os.replace(draft, out / STATE_FILE)
 
+    def save_records(self, out: Path) -> None:
+        """Write the records of the finished slots alone; as with the state, a crash leaves the old or the new ones."""
+        draft = out / (RECORDS_FILE + ".new")
+        with draft.open("w") as file:
+            for run in self.runs:
+                write_records(file, run)
+        os.replace(draft, out / RECORDS_FILE)
+
 
 def _fields(run: ArmRun) -> dict[str, Any]:
     return {field.name: getattr(run, field.name) for field in fields(run)}
@@ -82,31 +90,32 @@ def load_state(out: Path) -> RunState:
         lines = (out / RECORDS_FILE).read_text().splitlines()
         finished = {run["index"] for run in document["runs"]}
         by_run: dict[int, list[str]] = {index: [] for index in finished}
-        for line in lines:
-            # The line that was being written when the run was killed belongs to an unfinished slot.
-            index = json.loads(line)["run"] if line.endswith("}") else None
+        for number, line in enumerate(lines, 1):
+            try:
+                index = json.loads(line)["run"]
+            except ValueError:
+                # The line that was being written when the run was killed belongs to an unfinished slot.
+                if number < len(lines):
+                    raise
+                break
             if index in by_run:
                 by_run[index].append(line)
         runs = [
             ArmRun(**run, records=[record_of(json.loads(line)) for line in by_run[run["index"]]])
             for run in document["runs"]
         ]
+        settings = {**document["settings"]}
+        rest = document["command"], document["repeat_base"], document["slots"]
     except OSError as error:
         raise GateError(
             f"--resume {out}: {error.filename} cannot be read ({error.strerror}); "
             "only a run that has begun can be resumed"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GateError(
             f"--resume {out}: {STATE_FILE} or {RECORDS_FILE} is damaged ({error!r}); start anew"
         ) from error
-    return RunState(
-        document["settings"],
-        document["command"],
-        document["repeat_base"],
-        document["slots"],
-        runs,
-    )
+    return RunState(settings, *rest, runs)
 
 
 def check_same(state: RunState, settings: dict[str, Any], out: Path) -> None:
@@ -117,4 +126,13 @@ def check_same(state: RunState, settings: dict[str, Any], out: Path) -> None:
             raise GateError(
                 f"--resume {out}: {key} was {json.dumps(state.settings.get(key))[:120]} and is now "
                 f"{json.dumps(now.get(key))[:120]}; resume with the options of: {state.command}"
+            )
+
+
+def check_whole(state: RunState, requests: int, out: Path) -> None:
+    """Refuse a state whose finished slots have not all of their records."""
+    for run in state.runs:
+        if len(run.records) != requests:
+            raise GateError(
+                f"--resume {out}: {RECORDS_FILE} has {len(run.records)} of {requests} records of {run.name}; start anew"
             )

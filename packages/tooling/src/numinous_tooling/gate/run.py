@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,21 +12,30 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
-from numinous_tooling.gate import floor, prompts, provenance
+from numinous_tooling.gate import floor, folder, prompts, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
 from numinous_tooling.gate.engaged import Counters, CountersReader, counted_between, read_counters
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
-from numinous_tooling.gate.plan import ModelFacts, SessionPlan, Workload, build_warmup, digest
+from numinous_tooling.gate.plan import (
+    ModelFacts,
+    SessionPlan,
+    Workload,
+    build_warmup,
+    check_duration,
+    digest,
+)
 from numinous_tooling.gate.progress import Progress, open_progress
 from numinous_tooling.gate.resume import (
     RECORDS_FILE,
     RunState,
     check_same,
+    check_whole,
     load_state,
     normal,
     write_records,
@@ -78,6 +88,8 @@ class GateOptions:
     dp_pin: bool = False
     flush: str = "must"
     resume: bool = False
+    api_key_env: str | None = None
+    """Variable that holds the key of attached servers."""
     notes: tuple[str, ...] = ()
     """Lines for the reader of the verdict."""
     slo: Slo | None = None
@@ -101,20 +113,27 @@ def run_gate(
     options: GateOptions, interrupts: Interrupts, counters_reader: CountersReader = read_counters
 ) -> GateResult:
     """Run all arms in order and judge them; files are in `options.out` whatever happens after the first server."""
-    if not options.resume:
-        options.out.mkdir(parents=True, exist_ok=True)
-    run = _Run(options, interrupts, counters_reader)
-    try:
-        return run.execute()
-    except GateError as error:
-        tail = error.tail if isinstance(error, ServerFailed) else None
-        run.write_unfinished(str(error), tail)
-        raise
-    except Interrupted as error:
-        run.write_unfinished(str(error), None)
-        raise
-    finally:
-        run.progress.close()
+    if options.resume and not options.out.is_dir():
+        raise GateError(f"--resume {options.out}: no such folder")
+    with folder.locked(options.out):
+        run = _Run(options, interrupts, counters_reader)
+        try:
+            folder.clear(options.out, ("verdict.json", "report.html"))
+            return run.execute()
+        except GateError as error:
+            tail = error.tail if isinstance(error, ServerFailed) else None
+            run.write_unfinished(str(error), tail)
+            raise
+        except Interrupted as error:
+            run.write_unfinished(str(error), None)
+            raise
+        except OSError as error:
+            reason = f"{error.filename or options.out}: {error.strerror or error}"
+            with contextlib.suppress(OSError):
+                run.write_unfinished(reason, None)
+            raise GateError(reason) from error
+        finally:
+            run.progress.close()
 
 
 class _Run:
@@ -130,13 +149,14 @@ class _Run:
         self.started_s = time.monotonic()
         before = load_state(options.out) if options.resume else None
         # Servers that are never flushed must not know this run's tokens from a run before it.
-        base = int(time.time()) if options.flush == "never" else 0
+        base = time.time_ns() if options.flush == "never" else 0
         if before is not None:
             base = before.repeat_base
         repeats = range(1, max(options.order.count(letter) for letter in set(options.order)) + 1)
         self.plans: dict[int, tuple[SessionPlan, ...]] = {
             repeat: options.workload.build(options.model, base + repeat) for repeat in repeats
         }
+        check_duration(self.plans[1])
         self.digests = {repeat: digest(plans) for repeat, plans in self.plans.items()}
         self.requests_per_slot = sum(len(plan.turns) for plan in self.plans[1])
         started = {arm.python for arm in options.arms.values() if arm.url is None}
@@ -144,6 +164,7 @@ class _Run:
         settings = self._settings()
         if before is not None:
             check_same(before, settings, options.out)
+            check_whole(before, self.requests_per_slot, options.out)
         self.state = before or RunState(normal(settings), options.command, base, [], [])
         self.runs = self.state.runs
         self.slots = self.state.slots
@@ -168,6 +189,7 @@ class _Run:
             "server_command": options.server_template,
             "versions": self.versions,
             "model": options.model.path,
+            "machine": floor.machine_of(provenance.machine()),
             "workload": {"kind": options.workload.kind, **options.workload.describe()},
             "requests": self.digests,
             "concurrency": options.concurrency,
@@ -212,10 +234,9 @@ class _Run:
         """Run the slots that are not finished yet, then judge."""
         options = self.options
         seen: dict[str, int] = {}
-        with (options.out / RECORDS_FILE).open("w") as records:
-            for run in self.runs:
-                write_records(records, run)
-            self.state.save(options.out)
+        self.state.save_records(options.out)
+        self.state.save(options.out)
+        with (options.out / RECORDS_FILE).open("a") as records:
             for index, letter in enumerate(options.order):
                 seen[letter] = seen.get(letter, 0) + 1
                 if index < len(self.runs):
@@ -232,7 +253,7 @@ class _Run:
     def _server(self, index: int, arm: Arm, name: str, state_dir: Path) -> AnyServer:
         options = self.options
         if arm.url is not None:
-            return AttachedServer(name, arm.url)
+            return AttachedServer(name, arm.url, options.api_key_env)
         port = free_port() if options.port_base is None else options.port_base + index
         return Server(
             name,
@@ -343,7 +364,8 @@ class _Run:
         job = {
             "url": server.url,
             "api": options.api,
-            "model": served_model(server.url).get("id", model.path)
+            "api_key_env": options.api_key_env,
+            "model": served_model(server.url, server.headers).get("id", model.path)
             if options.api == "openai"
             else model.path,
             "prompts": options.prompts,
@@ -408,8 +430,11 @@ class _Run:
                 self.runs, metrics, options.max_lag_s, options.max_uneven_cores
             )
             if noise:
-                self.floor.add(self.started_utc, str(options.out.resolve()), noise)
-            document["noise_floor"]["stored"] = bool(noise)
+                try:
+                    self.floor.add(self.started_utc, str(options.out.resolve()), noise)
+                    document["noise_floor"]["stored"] = True
+                except GateError as error:  # the verdict stands without it
+                    document["notes"].append(str(error))
         self._write(document)
         return GateResult(main.word, main.reasons, self.runs, comparisons, document)
 
@@ -424,7 +449,20 @@ class _Run:
     def _notes(self) -> list[str]:
         """Return what the reader must know of how this run was measured."""
         notes = []
-        uncounted = [run.name for run in self.runs if run.drift is None and not _usage_seen(run)]
+        at_a, at_b = (
+            fmean(i for i, arm in enumerate(self.options.order) if arm == letter) for letter in "AB"
+        )
+        if at_a != at_b:
+            notes.append(
+                f"in the order {self.options.order} one arm runs later than the other, so what drifts with time "
+                "counts as a change; ABBA is balanced"
+            )
+        # /generate always says how many tokens there are.
+        uncounted = [
+            run.name
+            for run in self.runs
+            if self.options.api == "openai" and run.drift is None and not _usage_seen(run)
+        ]
         if uncounted:
             notes.append(
                 f"{', '.join(uncounted)}: the server reports no usage, tokens are counted by chunks"

@@ -14,14 +14,15 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from urllib.parse import urlsplit
 
 import httpx
 import psutil
 
+from numinous_tooling.gate.apis import bearer
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 
 LOG_TAIL_LINES = 40
@@ -180,6 +181,8 @@ class Server:
 
     local = True
     """Whether its processes and GPUs are this host's."""
+    headers: Mapping[str, str] = MappingProxyType({})
+    """Of every request."""
 
     def __init__(
         self, name: str, command: list[str], env: dict[str, str], log: Path, port: int
@@ -188,20 +191,15 @@ class Server:
         self.command = command
         self.env = env
         self.log = log
-        self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        self._port = port
         self._tree: ProcessTree | None = None
         self._observed_s = 0.0
 
     @contextlib.contextmanager
     def running(self, interrupts: Interrupts) -> Iterator[Server]:
         """Run the server for the length of a block."""
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                # A server that a killed gate left behind would be measured while this one still starts.
-                raise GateError(
-                    f"server {self.name}: port {self.port} is taken; end what listens there, or give another --port-base"
-                )
+        self._check_port()
         tree = self._tree = ProcessTree(interrupts)
         grace_s = 0.0
         try:
@@ -218,6 +216,15 @@ class Server:
         finally:
             # After a failure there is nothing to be polite about, and task runners kill us soon after a Ctrl-C.
             tree.stop(grace_s)
+
+    def _check_port(self) -> None:
+        """Refuse a port on which another server, such as one that a killed gate left, would answer in ours' place."""
+        with socket.socket() as probe:
+            probe.settimeout(HEALTH_TIMEOUT_S)
+            if probe.connect_ex(("127.0.0.1", self._port)) == 0:
+                raise GateError(
+                    f"port {self._port} is in use; end what listens there, or choose another --port-base"
+                )
 
     def check_alive(self) -> None:
         """Raise `ServerFailed` if the server's first process ended; note its children otherwise."""
@@ -285,8 +292,9 @@ class Server:
 class AttachedServer:
     """A server that somebody else started: neither started nor stopped, watched through its health alone."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, api_key_env: str | None = None) -> None:
         self.name = name
+        self.headers = bearer(api_key_env)
         self.url = url.rstrip("/")
         self.command: list[str] = []
         self.log: Path | None = None
@@ -304,7 +312,12 @@ class AttachedServer:
     def check_answers(self) -> None:
         """Raise `ServerFailed` where nothing listens any more; called when a request broke off."""
         try:
-            httpx.get(f"{self.url}/v1/models", trust_env=False, timeout=HEALTH_TIMEOUT_S)
+            httpx.get(
+                f"{self.url}/v1/models",
+                headers=self.headers,
+                trust_env=False,
+                timeout=HEALTH_TIMEOUT_S,
+            )
         except httpx.TransportError as error:
             if not isinstance(error, httpx.ReadTimeout):
                 raise self.failed(f"went away ({type(error).__name__})") from error
@@ -325,7 +338,9 @@ class AttachedServer:
         start = time.monotonic()
         timeout_s = min(timeout_s, ATTACH_TIMEOUT_S)
         reason = "no answer"
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=timeout_s) as http:
+        with httpx.Client(
+            base_url=self.url, headers=self.headers, trust_env=False, timeout=timeout_s
+        ) as http:
             while True:
                 on_wait(time.monotonic() - start)
                 try:
@@ -346,25 +361,29 @@ class AttachedServer:
 
     def info(self) -> dict[str, object]:
         """Return what the server says of itself: SGLang's `/server_info`, vLLM's `/version`, or nothing."""
-        return ask(self.url, "/server_info") or ask(self.url, "/version")
+        return ask(self.url, "/server_info", self.headers) or ask(
+            self.url, "/version", self.headers
+        )
 
 
 AnyServer = Server | AttachedServer
 
 
-def ask(url: str, path: str) -> dict[str, object]:
+def ask(url: str, path: str, headers: Mapping[str, str] | None = None) -> dict[str, object]:
     """Return the JSON object that a server answers on a path, or nothing where it answers anything else."""
     with contextlib.suppress(httpx.HTTPError, ValueError):
-        response = httpx.get(f"{url}{path}", trust_env=False, timeout=HEALTH_TIMEOUT_S)
+        response = httpx.get(
+            f"{url}{path}", headers=headers, trust_env=False, timeout=HEALTH_TIMEOUT_S
+        )
         if response.status_code == 200:
             answer = response.json()
             return answer if isinstance(answer, dict) else {}
     return {}
 
 
-def served_model(url: str) -> dict[str, object]:
+def served_model(url: str, headers: Mapping[str, str] | None = None) -> dict[str, object]:
     """Return the first model that `/v1/models` names; nothing where it names none."""
-    models = ask(url.rstrip("/"), "/v1/models").get("data")
+    models = ask(url.rstrip("/"), "/v1/models", headers).get("data")
     first = models[0] if isinstance(models, list) and models else None
     return first if isinstance(first, dict) else {}
 

@@ -7,6 +7,7 @@ Instead of starting servers it can use two that run already (``--url-a``, ``--ur
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from numinous_tooling.gate import options as shared
 from numinous_tooling.gate import workload_options as workloads
+from numinous_tooling.gate.apis import bearer
 from numinous_tooling.gate.arms import attached_arms, parse_features, parse_order
 from numinous_tooling.gate.engaged import CountersReader
 from numinous_tooling.gate.errors import GateError
@@ -68,6 +70,11 @@ def add_parser(commands: Any) -> None:
     add = serving.add_argument
     add("--url-a", metavar="URL", help="server of arm A that runs already; nothing is started")
     add("--url-b", metavar="URL", help="server of arm B that runs already")
+    add(
+        "--api-key-env",
+        metavar="NAME",
+        help="variable whose value both attached servers get as bearer token; it is written nowhere",
+    )
     add("--state-dir-b", metavar="DIR", help="NUMINOUS_STATE_DIR of the server at --url-b")
     add(
         "--api",
@@ -115,7 +122,7 @@ def add_parser(commands: Any) -> None:
     )
     add(
         "--max-client-lag",
-        type=float,
+        type=shared.not_negative,
         metavar="MS",
         help="limit of the client's p99 lag; left out: from TPOT",
     )
@@ -220,6 +227,7 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         notes=tuple(_notes(options, workload, model, attached=attached)),
         slo=slo,
         price_usd_h=options.price,
+        api_key_env=options.api_key_env,
         floor_dir=options.floor_dir or default_folder(),
     )
 
@@ -236,10 +244,20 @@ def _attached(options: argparse.Namespace) -> bool:
         ]
         why = "is for servers that the gate starts, not for --url-a and --url-b"
     else:
-        given = [name for name in ("no_flush", "state_dir_b") if getattr(options, name)]
+        given = [
+            name for name in ("no_flush", "state_dir_b", "api_key_env") if getattr(options, name)
+        ]
         why = "is for servers attached with --url-a and --url-b"
     if given:
         raise GateError(f"--{given[0].replace('_', '-')} {why}")
+    if options.api_key_env is not None:
+        key = os.environ.get(options.api_key_env, "")
+        if not (key and key.isascii() and key.isprintable()):
+            raise GateError(f"--api-key-env {options.api_key_env}: no variable that holds a key")
+    if options.no_flush and options.resume is not None:
+        raise GateError(
+            "--resume: with --no-flush the server would find the broken slot's prompts in its cache; start anew"
+        )
     if options.no_flush and options.url_a.rstrip("/") == options.url_b.rstrip("/"):
         raise GateError(
             "--no-flush: both arms are one server, so the second would find the first one's prompts in its cache"
@@ -269,7 +287,8 @@ def _interface(options: argparse.Namespace, *, attached: bool) -> tuple[str, str
 
 def _attached_model(options: argparse.Namespace, *, needs_words: bool) -> ModelFacts:
     """Return what is known of the attached servers' model: `--model`, or what server A serves."""
-    served = [served_model(url) for url in (options.url_a, options.url_b)]
+    headers = bearer(options.api_key_env)
+    served = [served_model(url, headers) for url in (options.url_a, options.url_b)]
     limits = [limit for model in served if isinstance(limit := model.get("max_model_len"), int)]
     limit = min(limits, default=None)
     name = options.model or str(served[0].get("root") or served[0].get("id") or "")
@@ -303,7 +322,7 @@ def _notes(
 def _uneven_cores(given: float | None) -> float:
     if given is None:
         return UNEVEN_LOAD_SHARE * len(os.sched_getaffinity(0))
-    if not given >= 0:
+    if not 0 <= given < math.inf:
         raise GateError(f"--max-uneven-load {given:g}: write a number of cores, 0 or more")
     return given
 
@@ -340,7 +359,7 @@ def _tolerances(
         except ValueError:
             number = -1.0
         names = [name] if equals else list(tolerances)
-        if number < 0 or not set(names) <= set(tolerances):
+        if not 0 <= number < math.inf or not set(names) <= set(tolerances):
             raise GateError(
                 f"--tolerance {value}: write F or METRIC=F with F >= 0 and METRIC of {', '.join(tolerances)}"
             )

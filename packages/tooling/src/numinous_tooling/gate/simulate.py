@@ -485,6 +485,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write trials and counts there")
     options = parser.parse_args(arguments)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: no such folder")
     start_s = time.monotonic()
     outcomes = [run_case(case, options.trials, options.seed) for case in CASES]
     methods = compare_methods(options.trials, options.seed) if options.methods else []

@@ -38,14 +38,15 @@ it passes only if every one does.
 **Overall**, for each comparison (B against A is the verdict of the run), the first line that applies:
 
 1. FAIL if a feature was to run in the tested arm and did not in every repeat, or if the tested arm has more failed or
-   short answers than the base arm.
+   short answers than the base arm, relative to its requests. This is a rule, not a test: where answers break by chance
+   in either arm, it fails up to half of the runs, and the cause has to be found first.
 2. INCONCLUSIVE if the measurement itself is in doubt: a failed or short answer in the base arm, feature counters in a
    stock arm, different requests, a cache that was not empty at the start, a client that lagged or was busy, prompts
    longer or shorter than planned, other programs that kept more of the machine busy during one arm than during the other.
 3. FAIL if a metric fails; INCONCLUSIVE if one is inconclusive; PASS otherwise.
 
 PASS therefore says "not worse than the tolerance"; that B is better is said only of the metrics in `improved`.
-So where no metric's true change is beyond its tolerance, at most 5 % of runs fail, and far fewer where the changes are
+So where no metric's true change is beyond its tolerance, at most 5 % of runs fail by their metrics, and far fewer where the changes are
 well inside; where any is beyond, at most 2.5 % of runs pass; where none is an improvement, at most 5 % claim one.
 """
 
@@ -464,9 +465,12 @@ def compare(
 
     failures = never_engaged(test, features)
     bad_base, bad_test = (sum(run.bad_answers for run in arm) for arm in (base, test))
-    if bad_test > bad_base:
+    sent_base, sent_test = (sum(len(run.records) for run in arm) for arm in (base, test))
+    # Of as many requests each: an order may give one arm more runs than the other.
+    if bad_test * sent_base > bad_base * sent_test:
         failures.append(
-            f"arm {test_arm} has {bad_test} failed or short answers, arm {base_arm} {bad_base}"
+            f"arm {test_arm} has {bad_test} failed or short answers of {sent_test}, "
+            f"arm {base_arm} {bad_base} of {sent_base}"
         )
     doubtful = doubts([*base, *test], max_lag_s, max_uneven_cores)
     if bad_base:

@@ -197,12 +197,15 @@ def read_model(name: str, context_limit: int | None = None) -> ModelFacts:
         raise GateError(
             f"{folder} has no config.json; --model wants a Hugging Face model directory or id"
         )
-    config: dict[str, Any] = json.loads(config_file.read_text())
-    text_config = config.get("text_config") or config
+    config = _json_object(config_file)
+    text_config: Any = config.get("text_config")
+    if not isinstance(text_config, dict):
+        text_config = config
     context = text_config.get("max_position_embeddings") or config.get("max_position_embeddings")
     if context_limit is not None:
-        context = min(context or context_limit, context_limit)
-    if not context:
+        known = context if isinstance(context, int) and context > 0 else context_limit
+        context = min(known, context_limit)
+    if not isinstance(context, int) or context < 1:
         raise GateError(
             f"{config_file} names no max_position_embeddings; set the context with --flags-all '--context-length N'"
         )
@@ -224,6 +227,19 @@ def _fetch_config(name: str) -> Path:
         ) from error
 
 
+def _json_object(file: Path) -> dict[str, Any]:
+    """Read a file of the model."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GateError(f"{file} cannot be read ({error.strerror}); see --model") from error
+    except (ValueError, RecursionError) as error:
+        raise GateError(f"{file} is no JSON ({error}); see --model") from error
+    if not isinstance(content, dict):
+        raise GateError(f"{file} holds no JSON object; see --model")
+    return content
+
+
 def _words(tokenizer_file: Path, vocab_size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return ids of plain lower-case words, and the words where each is one token with and without a space before it.
 
@@ -231,9 +247,8 @@ def _words(tokenizer_file: Path, vocab_size: int) -> tuple[tuple[int, ...], tupl
     """
     vocab: Any = {}
     if tokenizer_file.is_file():
-        vocab = (
-            json.loads(tokenizer_file.read_text(encoding="utf-8")).get("model", {}).get("vocab", {})
-        )
+        model = _json_object(tokenizer_file).get("model")
+        vocab = model.get("vocab", {}) if isinstance(model, dict) else {}
     if isinstance(vocab, list):  # Unigram models list [token, score], the index is the id
         vocab = {entry[0]: index for index, entry in enumerate(vocab)}
     plain = {token: index for token, index in vocab.items() if _PLAIN_WORD.match(token)}

@@ -17,7 +17,7 @@ from numinous_tooling.gate.plan import (
     ModelFacts,
     SessionPlan,
     Turn,
-    check_size,
+    check_planned,
     draw,
 )
 
@@ -52,6 +52,7 @@ class LoopSpec:
                 f"--input {self.input} and --output {self.output} do not fit {model.context_tokens} tokens of context "
                 f"less {CONTEXT_MARGIN_TOKENS}"
             )
+        check_planned(self.input * self.requests)
         arrivals = random.Random(f"arrivals/{self.seed}")
         turn = Turn(self.input, self.output, 0.0)
         plans: list[SessionPlan] = []
@@ -61,7 +62,6 @@ class LoopSpec:
             plans.append(SessionPlan(f"request-{index:05}", start_s, ids, (turn,)))
             if self.rate is not None:
                 start_s += arrivals.expovariate(self.rate)
-        check_size(plans)
         return tuple(plans)
 
     def describe(self) -> dict[str, Any]:

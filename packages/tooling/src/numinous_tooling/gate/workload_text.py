@@ -60,14 +60,24 @@ def read_sessions(trace: Path) -> tuple[TextSession, ...]:
             and messages
             and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
             and isinstance(messages[0].get("content"), str)
+            and isinstance(row.get("tools") or [], list)
             and messages[0]["role"] != "assistant"
         ):
             raise GateError(
-                f"--trace {trace} line {number} has no chat: messages with role and content, the first not an answer"
+                f"--trace {trace} line {number} has no chat: messages with role and content, the first not an answer, and a list of tools"
             )
         chat = tuple({key: m[key] for key in _CHAT_KEYS if key in m} for m in messages)
         name = str(row.get("session", f"line-{number}"))
-        sessions.append(TextSession(name, chat, tuple(row.get("tools") or ()), tuple(messages)))
+        session = TextSession(name, chat, tuple(row.get("tools") or ()), tuple(messages))
+        try:
+            name.encode()
+            plan_turns(session, len(messages), 1.0)
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise GateError(
+                f"--trace {trace} line {number}: session, t, completion_tokens or tool_calls are not as "
+                f"recorded calls have them ({error})"
+            ) from error
+        sessions.append(session)
     if len({session.name for session in sessions}) < len(sessions):
         raise GateError(f"--trace {trace}: two sessions have the same name")
     return tuple(sessions)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from numinous_tooling.gate.plan import (
     ModelFacts,
     SessionPlan,
     Turn,
-    check_size,
+    check_planned,
     draw,
     file_digest,
 )
@@ -44,7 +46,7 @@ def read_lines(trace: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
     except OSError as error:
         raise GateError(f"--trace {trace}: {error.strerror or error}") from error
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError, zlib.error) as error:
         raise GateError(f"--trace {trace} is not JSON lines ({error})") from error
 
 
@@ -69,11 +71,13 @@ def read_trace(trace: Path) -> tuple[TraceRequest, ...]:
                 int(row["output_length"]),
                 tuple(int(block) for block in row["hash_ids"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise GateError(
                 f"--trace {trace} line {number} is not in Mooncake format "
                 "(timestamp, input_length, output_length, hash_ids)"
             ) from error
+        if not math.isfinite(request.at_s):
+            raise GateError(f"--trace {trace} line {number}: timestamp is no finite number")
         if request.prompt < 1 or request.completion < 1:
             raise GateError(f"--trace {trace} line {number}: lengths must be at least 1")
         requests.append(request)
@@ -101,6 +105,7 @@ class MooncakeSpec:
     def build(self, model: ModelFacts, repeat: int) -> tuple[SessionPlan, ...]:
         """Return one session of one turn per request."""
         chosen, _ = self._choose(model)
+        check_planned(sum(self._scaled(request.prompt) for request in chosen))
         block_tokens = max(1, round(BLOCK_TOKENS * self.length_scale))
         seed = f"{self.seed}/{repeat}"
         drawn: dict[int, tuple[int, ...]] = {}
@@ -108,7 +113,7 @@ class MooncakeSpec:
         for index, request in enumerate(chosen):
             prompt = self._scaled(request.prompt)
             ids: list[int] = []
-            for block in request.blocks:
+            for block in request.blocks[: math.ceil(prompt / block_tokens)]:
                 if block not in drawn:
                     drawn[block] = draw(model, f"block/{seed}/{block}", block_tokens)
                 ids += drawn[block]
@@ -117,7 +122,6 @@ class MooncakeSpec:
             turn = Turn(prompt, self._scaled(request.completion), 0.0)
             start_s = (request.at_s - chosen[0].at_s) / self.speedup
             plans.append(SessionPlan(f"request-{index:05}", start_s, tuple(ids[:prompt]), (turn,)))
-            check_size(plans)
         return tuple(plans)
 
     def describe(self) -> dict[str, Any]:

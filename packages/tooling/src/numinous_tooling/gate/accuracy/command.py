@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling.engine.planted import FAULTS, counter_name
+from numinous_tooling.gate import folder, provenance
 from numinous_tooling.gate import options as shared
-from numinous_tooling.gate import provenance
 from numinous_tooling.gate.accuracy import gsm8k
 from numinous_tooling.gate.accuracy.client import EngineClient, NotANumber
 from numinous_tooling.gate.accuracy.measure import (
@@ -202,9 +201,6 @@ def _accuracy_options(options: argparse.Namespace, arguments: Sequence[str]) -> 
         raise GateError(f"--tokens {options.tokens}: a sequence has at least {MIN_TOKENS} tokens")
     if options.decode_tokens == 1:
         raise GateError("--decode-tokens 1: the first token comes from the prefill; want 2 or more")
-    for name in ("start_timeout", "stall_timeout"):
-        if not 0 < getattr(options, name) < math.inf:
-            raise GateError(f"--{name.replace('_', '-')}: want a positive number of seconds")
     if options.seed < 0:
         raise GateError(f"--seed {options.seed}: want a whole number from 0 on")
     texts = load_texts(_text_paths(options.text))
@@ -297,22 +293,18 @@ def run_accuracy(
     options: AccuracyOptions, interrupts: Interrupts, counters_reader: CountersReader
 ) -> AccuracyResult:
     """Measure A twice and B once, judge, and leave the records in `options.out` whatever happens."""
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        # What an earlier run left there must not be read as this one's, however this one ends.
-        for name in ("verdict.json", "report.html", *FILES):
-            (options.out / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise GateError(f"--out {options.out}: {error.strerror}") from error
-    run = _Run(options, interrupts, counters_reader)
-    try:
-        return run.execute()
-    except GateError as error:
-        run.write_unfinished(str(error), error.tail if isinstance(error, ServerFailed) else None)
-        raise
-    except Interrupted as error:
-        run.write_unfinished(str(error), None)
-        raise
+    with folder.locked(options.out):
+        folder.clear(options.out, ("verdict.json", "report.html", *FILES))
+        run = _Run(options, interrupts, counters_reader)
+        try:
+            return run.execute()
+        except GateError as error:
+            tail = error.tail if isinstance(error, ServerFailed) else None
+            run.write_unfinished(str(error), tail)
+            raise
+        except Interrupted as error:
+            run.write_unfinished(str(error), None)
+            raise
 
 
 @dataclass
