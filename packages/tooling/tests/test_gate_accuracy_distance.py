@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("scipy")
 pytest.importorskip("statsmodels")
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
@@ -59,6 +59,7 @@ def test_full_vocabulary_is_scipys_entropy(a, b):
 
 
 @given(LOGITS, LOGITS, st.integers(1, VOCABULARY - 1))
+@example(np.zeros(VOCABULARY), np.where(np.arange(VOCABULARY) < 2, 0.0, -7.9609375), 2)
 @settings(max_examples=300)
 def test_top_k_bounds_from_below_and_never_negative(a, b, k):
     full = stats.entropy(np.exp(log_softmax(a)), np.exp(log_softmax(b)))
