@@ -20,7 +20,6 @@ from importlib import resources
 from pathlib import Path
 
 from scipy import stats
-from statsmodels.stats.contingency_tables import mcnemar
 
 from numinous_tooling.gate.errors import GateError
 
@@ -139,6 +138,9 @@ def final_number(text: str) -> str | None:
 
 def exact_match(base: Sequence[bool], test: Sequence[bool]) -> ExactMatch:
     """Compare which problems the arms answered right."""
+    # Brings pandas along; runs without problems do without.
+    from statsmodels.stats.contingency_tables import mcnemar
+
     both = sum(1 for one, two in zip(base, test, strict=True) if one and two)
     only_base = sum(base) - both
     only_test = sum(test) - both
