@@ -40,10 +40,8 @@ import argparse
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from numinous_tooling import roofline
@@ -60,7 +58,7 @@ from numinous_tooling.gate.arms import (
 from numinous_tooling.gate.cliff_probe import NEW_TOKENS, CliffOptions, Probe, Prober, turn_prompts
 from numinous_tooling.gate.cliff_search import Bracket, search
 from numinous_tooling.gate.engaged import CountersReader
-from numinous_tooling.gate.errors import GateError, Interrupted
+from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import ArmRun
 from numinous_tooling.gate.progress import Progress, open_progress
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
@@ -210,36 +208,29 @@ class CliffRun:
         self.interrupts = interrupts
         self.read_counters = counters_reader
         self.searches: list[Search] = []
-        self.started_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.started_s = time.monotonic()
+        self.started = provenance.Started()
         self.progress: Progress = open_progress(len(options.order), 1)
 
     def execute(self) -> dict[str, Any]:
         """Search with each server of the order; return the content of cliff.json, which is written whatever happens."""
-        with folder.locked(self.options.out):
-            folder.clear(self.options.out, ("cliff.json", "report.html"))
-            return self._execute()
-
-    def _execute(self) -> dict[str, Any]:
         options = self.options
-        word: Word = "INCONCLUSIVE"
-        reasons: tuple[str, ...] = ()
-        try:
-            seen: dict[str, int] = {}
-            for index, letter in enumerate(options.order):
-                seen[letter] = seen.get(letter, 0) + 1
-                self._search(index, options.arms[letter], f"{letter}{seen[letter]}")
-            word, reasons = judge(self.searches, options.arms["B"].features, options.tolerance)
-        except (GateError, Interrupted) as error:
-            reasons = (str(error),)
-            raise
-        except OSError as error:
-            reasons = (f"{error.filename or options.out}: {error.strerror or error}",)
-            raise GateError(reasons[0]) from error
-        finally:
-            self.progress.close()
-            document = self._document(word, reasons)
-            (options.out / "cliff.json").write_text(json.dumps(document, indent=1) + "\n")
+        with folder.locked(options.out), folder.reason_left(options.out, self._write_unfinished):
+            folder.clear(options.out, ("cliff.json", "report.html"))
+            try:
+                seen: dict[str, int] = {}
+                for index, letter in enumerate(options.order):
+                    seen[letter] = seen.get(letter, 0) + 1
+                    self._search(index, options.arms[letter], f"{letter}{seen[letter]}")
+            finally:
+                self.progress.close()
+            return self._write(*judge(self.searches, options.arms["B"].features, options.tolerance))
+
+    def _write_unfinished(self, reason: str, tail: str | None) -> None:
+        self._write("INCONCLUSIVE", (reason,))
+
+    def _write(self, word: Word, reasons: Sequence[str]) -> dict[str, Any]:
+        document = self._document(word, reasons)
+        (self.options.out / "cliff.json").write_text(json.dumps(document, indent=1) + "\n")
         return document
 
     def _search(self, index: int, arm: Arm, name: str) -> None:
@@ -327,11 +318,7 @@ class CliffRun:
                 for found in self.searches
             ],
             "seed": options.seed,
-            "machine": provenance.machine(),
-            "git": provenance.git_state(Path(__file__).parent),
-            "command": options.command,
-            "started_utc": self.started_utc,
-            "elapsed_s": round(time.monotonic() - self.started_s, 1),
+            **self.started.facts(options.command),
         }
 
 

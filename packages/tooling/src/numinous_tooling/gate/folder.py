@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 
 
 @contextlib.contextmanager
@@ -41,6 +41,27 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def reason_left(folder: Path, write: Callable[[str, str | None], None]) -> Iterator[None]:
+    """Let a run that ends early in the block leave its reason: `write(reason, tail of the server's log)`, then raise.
+
+    An `OSError` of the block (a full disk, missing rights) becomes a `GateError`.
+    """
+    try:
+        yield
+    except GateError as error:
+        write(str(error), error.tail if isinstance(error, ServerFailed) else None)
+        raise
+    except Interrupted as error:
+        write(str(error), None)
+        raise
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        with contextlib.suppress(OSError):
+            write(reason, None)
+        raise GateError(reason) from error
 
 
 def clear(folder: Path, names: Sequence[str]) -> None:

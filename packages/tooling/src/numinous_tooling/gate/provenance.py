@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,24 @@ def machine() -> dict[str, Any]:
         "gpus": gpu_names(),
         "system": platform.platform(),
     }
+
+
+class Started:
+    """The beginning of a run; says what its verdict must about where, when and by what command it was made."""
+
+    def __init__(self) -> None:
+        self.utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._at_s = time.monotonic()
+
+    def facts(self, command: str) -> dict[str, Any]:
+        """Return the fields that end every verdict; the seconds are those up to now."""
+        return {
+            "machine": machine(),
+            "git": git_state(Path(__file__).parent),
+            "command": command,
+            "started_utc": self.utc,
+            "elapsed_s": round(time.monotonic() - self._at_s, 1),
+        }
 
 
 def driver_version() -> str | None:

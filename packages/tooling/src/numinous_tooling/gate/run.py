@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
 from numinous_tooling.gate.engaged import Counters, CountersReader, counted_between, read_counters
-from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
+from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
 from numinous_tooling.gate.plan import (
     ModelFacts,
@@ -118,20 +117,9 @@ def run_gate(
     with folder.locked(options.out):
         run = _Run(options, interrupts, counters_reader)
         try:
-            folder.clear(options.out, ("verdict.json", "report.html"))
-            return run.execute()
-        except GateError as error:
-            tail = error.tail if isinstance(error, ServerFailed) else None
-            run.write_unfinished(str(error), tail)
-            raise
-        except Interrupted as error:
-            run.write_unfinished(str(error), None)
-            raise
-        except OSError as error:
-            reason = f"{error.filename or options.out}: {error.strerror or error}"
-            with contextlib.suppress(OSError):
-                run.write_unfinished(reason, None)
-            raise GateError(reason) from error
+            with folder.reason_left(options.out, run.write_unfinished):
+                folder.clear(options.out, ("verdict.json", "report.html"))
+                return run.execute()
         finally:
             run.progress.close()
 
@@ -145,8 +133,7 @@ class _Run:
         self.options = options
         self.interrupts = interrupts
         self.read_counters = counters_reader
-        self.started_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.started_s = time.monotonic()
+        self.started = provenance.Started()
         before = load_state(options.out) if options.resume else None
         # Servers that are never flushed must not know this run's tokens from a run before it.
         base = time.time_ns() if options.flush == "never" else 0
@@ -431,7 +418,7 @@ class _Run:
             )
             if noise:
                 try:
-                    self.floor.add(self.started_utc, str(options.out.resolve()), noise)
+                    self.floor.add(self.started.utc, str(options.out.resolve()), noise)
                     document["noise_floor"]["stored"] = True
                 except GateError as error:  # the verdict stands without it
                     document["notes"].append(str(error))
@@ -541,11 +528,7 @@ class _Run:
             },
             "comparisons": [asdict(comparison) for comparison in comparisons],
             "runs": self.slots,
-            "machine": provenance.machine(),
-            "git": provenance.git_state(Path(__file__).parent),
-            "command": options.command,
-            "started_utc": self.started_utc,
-            "elapsed_s": round(time.monotonic() - self.started_s, 1),
+            **self.started.facts(options.command),
         }
 
 

@@ -41,7 +41,7 @@ from numinous_tooling.gate.accuracy.verdict import (
 )
 from numinous_tooling.gate.arms import Arm, parse_features, server_command, server_environment
 from numinous_tooling.gate.engaged import CountersReader, counted_between, never_ran
-from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
+from numinous_tooling.gate.errors import GateError, ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.gate.verdict import EXIT_CODES
 
@@ -294,17 +294,10 @@ def run_accuracy(
 ) -> AccuracyResult:
     """Measure A twice and B once, judge, and leave the records in `options.out` whatever happens."""
     with folder.locked(options.out):
-        folder.clear(options.out, ("verdict.json", "report.html", *FILES))
         run = _Run(options, interrupts, counters_reader)
-        try:
+        with folder.reason_left(options.out, run.write_unfinished):
+            folder.clear(options.out, ("verdict.json", "report.html", *FILES))
             return run.execute()
-        except GateError as error:
-            tail = error.tail if isinstance(error, ServerFailed) else None
-            run.write_unfinished(str(error), tail)
-            raise
-        except Interrupted as error:
-            run.write_unfinished(str(error), None)
-            raise
 
 
 @dataclass
@@ -334,8 +327,7 @@ class _Run:
         self.options = options
         self.interrupts = interrupts
         self.read_counters = counters_reader
-        self.started_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.started_s = time.monotonic()
+        self.started = provenance.Started()
         self.facts: dict[str, _ArmFacts] = {}
         self.vocabulary: int | None = None
         self.plan: Plan | None = None
@@ -538,11 +530,7 @@ class _Run:
                 }
                 for letter, facts in self.facts.items()
             },
-            "machine": provenance.machine(),
-            "git": provenance.git_state(Path(__file__).parent),
-            "command": options.command,
-            "started_utc": self.started_utc,
-            "elapsed_s": round(time.monotonic() - self.started_s, 1),
+            **self.started.facts(options.command),
         }
 
     def write_unfinished(self, reason: str, tail: str | None) -> None:
