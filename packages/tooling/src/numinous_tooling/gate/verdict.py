@@ -19,8 +19,8 @@ interval over the differences of the slots is exact but has half the degrees of 
 standard errors decide little. The pooled interval is exact where
 repeats differ only by their server start, and errs on the careful side where repeats differ together (drift, other
 lengths per repeat), because that enters the scatter and not the change. What it needs: an order in which drift hits
-both arms alike (A B B A), and arms whose scatter is about the same (twice the scatter in one arm costs about a point
-of the 5 % at two repeats).
+both arms alike (A B B A), and arms whose scatter is about the same (where one scatters more, false alarms are a little
+above 5 % at two repeats).
 
 **Noise floor.** Where an A/A run of the same setting is stored (`floor`), its scatter is a lower bound: a metric
 passes, fails or counts as better only if it does so by the noise of this run *and* by the floor's, each with its own
