@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,12 +21,12 @@ pytest.importorskip("matplotlib")
 
 from numinous_tooling.engine.planted import FAULTS, counter_name
 from numinous_tooling.gate.__main__ import main
-from numinous_tooling.gate.servers import Interrupts, Server, free_port
+from numinous_tooling.gate.servers import Interrupts
 from numinous_tooling.patching.counters import read_totals
+from numinous_tooling.testing.engine import START_TIMEOUT_S, engine_server, save_tiny_llama
 
 pytestmark = pytest.mark.engine
 
-START_TIMEOUT_S = 300.0
 FLAGS = (
     "--dtype float32 --disable-cuda-graph --skip-server-warmup --max-total-tokens 4096 --max-running-requests 8 "
     "--context-length 1024 --chunked-prefill-size 64 --sleep-on-idle"
@@ -40,8 +38,6 @@ IN_PAIRS = ["--concurrency", "2"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random two-layer Llama over bytes, with its tokeniser."""
-    reason = "engine tests need torch: python -m numinous_cpu_platform install"
-    torch = pytest.importorskip("torch", reason=reason)
     transformers = pytest.importorskip("transformers", reason="engine tests need transformers")
     tokenizers = pytest.importorskip("tokenizers", reason="engine tests need tokenizers")
     folder = tmp_path_factory.mktemp("bytes") / "model"
@@ -53,36 +49,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(
         folder
     )
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(
+    save_tiny_llama(
+        folder,
         vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
         initializer_range=0.15,
         eos_token_id=vocabulary["<end>"],
     )
-    transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
 
 
 @contextlib.contextmanager
 def serving(model: Path, folder: Path, *module: str) -> Iterator[str]:
     """Run the engine for the length of a block; gives its address."""
-    pytest.importorskip(
-        "sglang", reason="engine tests need SGLang: python -m numinous_cpu_platform install"
-    )
-    pytest.importorskip("numinous_cpu_platform", reason="engine tests need numinous-cpu-platform")
-    port = free_port()
-    command = [sys.executable, "-m", *module, "--model-path", str(model), "--port", str(port)]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("NUMINOUS_", "SGLANG_"))}
-    env |= {"SGLANG_PLATFORM": "numinous-cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    env |= {"NUMINOUS_STATE_DIR": str(folder / "state"), "OMP_WAIT_POLICY": "PASSIVE"}
-    server = Server(module[-1], [*command, *FLAGS.split()], env, folder / "server.log", port)
+    server = engine_server(module[-1], model, folder, FLAGS.split(), *module)
     with server.running(Interrupts()):
         server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
         yield server.url

@@ -15,7 +15,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,27 +35,62 @@ FLAGS = (
 """A small server, one request per prefill, and a log line for every decode batch."""
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random two-layer Llama (vocabulary 512, 4 heads) as a Hugging Face directory; no tokenizer."""
+def save_tiny_llama(path: Path, **changes: Any) -> None:
+    """Write a random two-layer Llama as a Hugging Face directory; `changes` replace fields of its config."""
     torch = pytest.importorskip(
         "torch", reason="engine tests need torch: python -m numinous_cpu_platform install"
     )
     transformers = pytest.importorskip("transformers", reason="engine tests need transformers")
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-    path: Path = tmp_path_factory.mktemp("tiny") / "model"
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    config = transformers.LlamaConfig(**(shape | changes))
     transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random two-layer Llama (vocabulary 512, 4 heads) as a Hugging Face directory; no tokenizer."""
+    path: Path = tmp_path_factory.mktemp("tiny") / "model"
+    save_tiny_llama(path)
     return path
+
+
+def engine_server(
+    name: str, model: Path, folder: Path, flags: Sequence[str], *module: str, **environ: str
+) -> Server:
+    """An engine on the CPU platform, not started yet; the test is skipped with the reason where it cannot be.
+
+    Args:
+        name: in messages.
+        model: Hugging Face directory.
+        folder: for its log and for the state of its processes.
+        flags: of the server, besides model and port.
+        module: what ``python -m`` runs, with its first arguments.
+        environ: over the caller's, of which `NUMINOUS_*` and `SGLANG_*` are left out.
+    """
+    pytest.importorskip(
+        "sglang", reason="engine tests need SGLang: python -m numinous_cpu_platform install"
+    )
+    pytest.importorskip("numinous_cpu_platform", reason="engine tests need numinous-cpu-platform")
+    port = free_port()
+    command = [sys.executable, "-m", *module, "--model-path", str(model), "--port", str(port)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NUMINOUS_", "SGLANG_"))}
+    env |= {
+        "SGLANG_PLATFORM": "numinous-cpu",
+        "NUMINOUS_STATE_DIR": str(folder / "state"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | environ
+    return Server(name, [*command, *flags], env, folder / "server.log", port)
 
 
 @dataclass
@@ -100,25 +135,18 @@ class Running:
 @pytest.fixture(scope="session")
 def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Start the engine on the CPU platform with a decode log line per step; gone after the block."""
-    pytest.importorskip(
-        "sglang", reason="engine tests need SGLang: python -m numinous_cpu_platform install"
-    )
-    pytest.importorskip("numinous_cpu_platform", reason="engine tests need numinous-cpu-platform")
 
     @contextlib.contextmanager
     def running(*flags: str, wait: bool = True, **environ: str) -> Iterator[Running]:
         folder = tmp_path_factory.mktemp("server")
-        port = free_port()
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(tiny_model)]
-        command += ["--port", str(port), *FLAGS.split(), *flags]
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("NUMINOUS_", "SGLANG_"))}
-        env |= {
-            "SGLANG_PLATFORM": "numinous-cpu",
-            "NUMINOUS_STATE_DIR": str(folder / "state"),
-            "HF_HUB_OFFLINE": "1",
-        }
-        env |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} | environ
-        server = Server("under test", command, env, folder / "server.log", port)
+        server = engine_server(
+            "under test",
+            tiny_model,
+            folder,
+            [*FLAGS.split(), *flags],
+            "sglang.launch_server",
+            **environ,
+        )
         with server.running(Interrupts()):
             if wait:
                 try:
