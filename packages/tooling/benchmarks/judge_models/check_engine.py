@@ -26,13 +26,9 @@ import argparse
 import contextlib
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -46,6 +42,9 @@ from judge_model import JudgeModel
 from judge_saved import load, write_dense
 from tokenizers import Tokenizer
 from torch import Tensor
+
+from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.servers import Interrupts, Server, free_port
 
 
 class NotAsked(Exception):
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
                     write_dense(options.model, folder)
                 url = stack.enter_context(serve(options, folder, server))
             report = compare(options, url, rows)
-    except (NotAsked, OSError, ValueError) as error:
+    except (NotAsked, GateError, OSError, ValueError) as error:
         print(f"check_engine: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report, indent=2))
@@ -96,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--windows", type=int, default=8)
     out.add_argument("--length", type=int, default=1536, help="tokens of a window")
     out.add_argument("--answer", type=int, default=64, help="greedy tokens after each window")
-    out.add_argument("--start-limit", type=float, default=600.0, help="seconds until it answers")
+    out.add_argument("--start-timeout", type=float, default=600.0, help="seconds until it answers")
     out.add_argument("--answer-limit", type=float, default=300.0, help="seconds for one request")
     out.add_argument("--mean-limit", type=float, default=0.03, help="mean |Δ log p|, nats")
     out.add_argument("--loss-limit", type=float, default=0.01, help="|Δ mean loss|, nats")
@@ -192,33 +191,14 @@ def generated(answer: dict[str, Any], want: int) -> list[int]:
 @contextlib.contextmanager
 def serve(options: argparse.Namespace, folder: Path, more: list[str]) -> Iterator[str]:
     """An engine of our own on a free port, ended afterwards with all its processes; its log lies beside the model."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder)]
     command += ["--port", str(port), "--host", "127.0.0.1", *more]
     log = options.model.with_name(options.model.name + "-server.log")
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as sink:
-        server = subprocess.Popen(command, stdout=sink, stderr=sink, start_new_session=True)
-        try:
-            _wait(server, url, options.start_limit, log)
-            yield url
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-            server.wait(timeout=60)
-
-
-def _wait(server: subprocess.Popen[bytes], url: str, limit: float, log: Path) -> None:
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            raise NotAsked(f"the server ended with {server.returncode} while it started; see {log}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
-            return
-        time.sleep(1)
-    raise NotAsked(f"the server did not answer within {limit:g} s; see {log}")
+    server = Server(options.model.name, command, dict(os.environ), log, port)
+    with server.running(Interrupts()):
+        server.wait_ready(options.start_timeout, lambda elapsed: None)
+        yield server.url
 
 
 if __name__ == "__main__":
