@@ -240,6 +240,31 @@ class TestAgainstHuggingFace:
         with pytest.raises(ValueError, match="no indexer"):
             judge_saved.write_dense(tmp_path / "kimi", tmp_path / "dense")
 
+    def test_fp8_blocks_hold_the_weights_within_their_rounding(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        config = tiny("glm-dsa", hidden_size=160, intermediate_size=200)
+        saved(build(config), tmp_path / "glm")
+        judge_saved.write_fp8(tmp_path / "glm", tmp_path / "fp8")
+        before = load_file(tmp_path / "glm" / judge_saved.WEIGHTS)
+        after = load_file(tmp_path / "fp8" / judge_saved.WEIGHTS)
+        packed = {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
+        assert {name.rsplit(".", 2)[1] for name in packed} >= {"q_a_proj", "o_proj", "down_proj"}
+        kept = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "weights_proj")
+        assert not [name for name in packed if any(word in name for word in kept)]
+        for name in packed:
+            scales = after[name.removesuffix("weight") + "weight_scale_inv"]
+            spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            rows, columns = before[name].shape
+            spread = spread[:rows, :columns]
+            got, want = after[name].float() * spread, before[name].float()
+            # Half a unit in the last of four significant bits, or half the smallest step.
+            assert ((got - want).abs() <= torch.maximum(want.abs() / 16, spread * 2**-10)).all()
+        assert {name for name in after if not name.endswith("scale_inv")} == set(before)
+        judge_saved.save(build(tiny("kimi-linear")), None, tmp_path / "kimi")
+        with pytest.raises(ValueError, match="not released in FP8"):
+            judge_saved.write_fp8(tmp_path / "kimi", tmp_path / "fp8")
+
     def test_a_release_that_turns_the_indexer_otherwise_is_named(self) -> None:
         config = with_indexer_as_installed(GLM_DSA)
         skip_without_reference(config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face directories of the models: writing, reading back, and comparing with the Hugging Face classes.
+"""Hugging Face directories of the models: writing (bf16, dense, FP8), reading back, and comparing with the Hugging Face classes.
 
 A directory holds `config.json`, `generation_config.json`, `model.safetensors` (bf16), `tokenizer.json`,
 `tokenizer_config.json`. Which release of transformers can check what: the class of `kimi_linear` came after the
@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 WEIGHTS = "model.safetensors"
+FP8_BLOCK = 128
 
 
 def save(model: JudgeModel, tokenizer: Tokenizer | None, folder: Path) -> dict[str, dict[str, Any]]:
@@ -83,6 +84,53 @@ def write_dense(folder: Path, out: Path) -> None:
     save_file(kept, out / WEIGHTS, metadata={"format": "pt"})
     for path in (*folder.glob("tokenizer*.json"), folder / "generation_config.json"):
         shutil.copy(path, out)
+
+
+def write_fp8(folder: Path, out: Path) -> None:
+    """Write `glm-dsa` of `folder` to `out` with linears in FP8, as GLM-5-FP8 and DeepSeek-V3 are released.
+
+    E4M3 codes with one fp32 scale (amax / 448) for a block of 128 × 128, activations quantised by the engine. Embedding,
+    head, norms, routers and the indexer's head weights stay as they are. For features that need a block-FP8 linear.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not is_glm(config):
+        raise ValueError(f"{folder}: {config['model_type']} is not released in FP8 blocks")
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "config.json", config)
+    tensors = {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        if _is_fp8(name, tensor):
+            codes, scales = block_fp8(tensor)
+            tensors |= {name: codes, name.removesuffix("weight") + "weight_scale_inv": scales}
+        else:
+            tensors[name] = tensor
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    for path in (*folder.glob("tokenizer*.json"), folder / "generation_config.json"):
+        shutil.copy(path, out)
+
+
+def _is_fp8(name: str, tensor: Tensor) -> bool:
+    kept = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "weights_proj.weight")
+    return name.endswith(".weight") and tensor.dim() == 2 and not name.endswith(kept)
+
+
+def block_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 codes [rows, columns] and fp32 scales [⌈rows / 128⌉, ⌈columns / 128⌉]; code × scale is the weight."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(
+        weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
+    )
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    largest = blocks.abs().amax((1, 3))
+    scales = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
+    codes = (blocks / scales[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return codes.to(torch.float8_e4m3fn).contiguous(), scales.contiguous()
 
 
 def load(folder: Path) -> JudgeModel:
