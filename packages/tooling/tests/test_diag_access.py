@@ -362,6 +362,8 @@ def test_no_check_reads_a_value_on_the_host(monkeypatch, locator):
         batch.seq_lens.max().item()  # the test sees a synchronisation
 
 
+# torch says with a warning that the mode does not see every synchronisation.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.tier("device")
 def test_a_cuda_graph_reports_into_host_memory(gpu):
     """Captured once, replayed on changed indices; host memory is read without a call of CUDA."""

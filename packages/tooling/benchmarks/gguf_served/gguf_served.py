@@ -38,15 +38,20 @@ from numinous_tooling.bench.clocks import CudaClock
 from numinous_tooling.gate.errors import GateError, ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.errors import PatchError
-from numinous_tooling.upstream.headers import fixes_root, read_fixes
+from numinous_tooling.repo.checkout import RepoError, find_checkout
+from numinous_tooling.upstream.headers import FOLDER, read_fixes
 from numinous_tooling.upstream.trees import patched, released
+
+
+class NotFinite(Exception):
+    """The engine computed NaN or infinity, which is a reading, too."""
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         report = measure(options)
-    except (GateError, PatchError, OSError, ValueError) as error:
+    except (GateError, PatchError, RepoError, OSError, ValueError) as error:
         print(f"gguf_served: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report, indent=2))
@@ -75,10 +80,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Mean losses in nats and perplexities of the three readings; `holds` judges the patch."""
-    root = fixes_root()
-    if root is None:
-        raise ValueError("no upstream-fixes folder around; run from a checkout")
-    fixes = read_fixes(root, [options.fix])
+    fixes = read_fixes(find_checkout().root / FOLDER, [options.fix])
     if len(fixes) != 1:
         raise ValueError(f"--fix {options.fix} names {len(fixes)} fixes; want one")
     rows = token_windows(options)
@@ -92,6 +94,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 report[name] = perplexity(engine(name, path, options, rows, folder))
             except ServerFailed as failure:
                 report[name] = {"error": last_error(failure.tail) or str(failure)}
+            except NotFinite as found:
+                report[name] = {"error": str(found)}
     away = {
         name: abs(report[name].get("loss", math.inf) - report["reference"]["loss"])
         for name in ("released", "patched")
@@ -161,6 +165,8 @@ def engine(
                 entries = answer["meta_info"]["input_token_logprobs"]
                 if [entry[1] for entry in entries] != row:
                     raise GateError(f"server {name} gave log-probabilities of other tokens")
+                if any(entry[0] is None for entry in entries[1:]):
+                    raise NotFinite(f"server {name} gave log-probabilities that are no numbers")
                 out += [float(entry[0]) for entry in entries[1:]]
     return out
 

@@ -117,8 +117,10 @@ def run_test(
         for name, value in os.environ.items()
         if not name.startswith(("NUMINOUS_", "PYTEST_", "SGLANG_", "PYTHON", "TRITON_"))
     }
+    # Behind the tree: where packages lie on that path only, the engine's own needs are found nowhere else.
+    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment |= {
-        "PYTHONPATH": os.pathsep.join([str(tree), str(fix.path.parents[1])]),
+        "PYTHONPATH": os.pathsep.join([str(tree), str(fix.path.parents[1]), *given]),
         "UPSTREAM_TREE": str(tree),
         "UPSTREAM_DEVICE": device,
         # Plugins of the environment must not decide; two processes on two cores must not fight for them.
