@@ -12,8 +12,14 @@ Three readings of the same windows of tokens, each token's log-probability given
 
 A released server that does not start is a reading too: its last error line. The patch holds where the mean loss of
 *patched* is within `--limit` nats of the reference's (the engine computes products of packed weights with activations
-of 8 bits, so the two are not equal) and *released* is further away or does not start. Needs an NVIDIA GPU: the engine
-has no GGUF kernels for CPUs. Exit 0: the patch holds; 1: it does not; 2: could not be asked.
+of 8 bits, so the two are not equal) and *released* is further away or does not start. Exit 0: the patch holds; 1: it
+does not; 2: could not be asked.
+
+The engine has no GGUF kernels for CPUs, but it needs none for a file in F16. With the CPU platform of this repository:
+
+    python packages/tooling/benchmarks/gguf_served/gguf_as_f16.py MODEL.gguf F16.gguf
+    SGLANG_PLATFORM=numinous-cpu python …/gguf_served.py --gguf F16.gguf --text eval-prose.txt --fix … --device cpu \
+        --windows 4 --length 256 --server-flags "--dtype float32 --disable-cuda-graph --max-total-tokens 4096"
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ import torch
 
 from numinous_tooling import evidence
 from numinous_tooling.bench import facts
-from numinous_tooling.bench.clocks import CudaClock
+from numinous_tooling.bench.clocks import CpuClock, CudaClock
 from numinous_tooling.gate.errors import GateError, ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.errors import PatchError
@@ -68,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--gguf", type=Path, required=True)
     out.add_argument("--text", type=Path, required=True, help="plain text to score")
     out.add_argument("--fix", required=True, help="folder name below upstream-fixes/sglang")
-    out.add_argument("--device", default="cuda", help="of the reference")
+    out.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the reference and of the record")  # fmt: skip
     out.add_argument("--windows", type=int, default=16)
     out.add_argument("--length", type=int, default=512, help="tokens of a window")
     out.add_argument("--limit", type=float, default=0.05, help="nats of mean loss")
@@ -187,7 +193,8 @@ def record(
     options: argparse.Namespace, report: dict[str, Any], command: list[str]
 ) -> dict[str, Any]:
     """One evidence record of a run."""
-    common = facts.run_facts(CudaClock(), os.environ)
+    clock = CpuClock() if options.device == "cpu" else CudaClock()
+    common = facts.run_facts(clock, os.environ)
     return {
         "package": "tooling",
         "version": facts.installed("numinous-tooling"),
