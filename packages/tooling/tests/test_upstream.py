@@ -7,12 +7,14 @@ import difflib
 import json
 import shutil
 import textwrap
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from numinous_tooling import evidence
 from numinous_tooling.doctor import bugs
 from numinous_tooling.gate import provenance
 from numinous_tooling.patching import check, disk
@@ -20,7 +22,16 @@ from numinous_tooling.patching.engine import DirectoryTree, find_engine
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.patching.feature import Feature, Hook, Pin
 from numinous_tooling.patching.serve_command import ServeCommand
-from numinous_tooling.upstream import features, fix_problems, hit, pins, read_fixes, run, table
+from numinous_tooling.upstream import (
+    features,
+    fix_problems,
+    hit,
+    pins,
+    read_fixes,
+    records,
+    run,
+    table,
+)
 from numinous_tooling.upstream.__main__ import main as upstream_main
 from numinous_tooling.upstream.headers import REQUIRED, Fix
 from numinous_tooling.upstream.trees import copy_of
@@ -467,6 +478,56 @@ def test_page_follows_the_headers(root):
     file = root / "sglang/0001-pool-size/header.toml"
     file.write_text(file.read_text().replace("Everybody", "Nobody"))
     assert len(table.problems(root)) == 1
+
+
+def test_page_names_the_gpu_of_a_record(root):
+    table.write(root)
+    assert "run on NVIDIA Z9" not in (root / "README.md").read_text()
+    report = {
+        "released": {"sglang": "1.0"},
+        "fixes": [
+            {
+                "name": "sglang/0001-pool-size",
+                "tests": 3,
+                "verdict": "reproduced",
+                "reason": "2 of 3",
+            },
+            {"name": "sglang/0002-gate-none", "tests": 3, "verdict": "broken test", "reason": "no"},
+        ],
+    }
+    facts = dict.fromkeys(evidence.COMMON_FIELDS, "-") | {"gpu": "NVIDIA Z9"}
+    made = records.records_of(report, facts, "again")
+    assert [record["case"] for record in made] == ["sglang/0001-pool-size"]
+    evidence.append(root.parent / records.FILE, made)
+    assert len(table.problems(root)) == 1, "the page is older than the record"
+    table.write(root)
+    text = (root / "README.md").read_text()
+    assert text.count("run; run on NVIDIA Z9") == 1
+    assert "1 of them run on a GPU too" in text
+
+
+def test_records_of_a_run_on_the_cpu_are_refused(capsys):
+    assert upstream_main(["run", "0001-mla-fp4-move-scales", "--evidence"]) == 2
+    assert "--evidence is for runs with --device cuda" in capsys.readouterr().err
+
+
+def test_the_version_in_records_is_the_package_s():
+    project = tomllib.loads(
+        (Path(__file__).parents[3] / "upstream-fixes" / "pyproject.toml").read_text()
+    )["project"]
+    assert project["version"] == records.VERSION
+
+
+def test_packages_of_the_callers_path_are_found_behind_the_tree(tmp_path, engine, monkeypatch):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "only_there.py").write_text("VALUE = 1\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
+    write_fix(
+        tmp_path / "fixes", "0001-x", test="import only_there\n\n\ndef test_it():\n    pass\n"
+    )
+    (fix,) = read_fixes(tmp_path / "fixes")
+    outcome = run.run_test(fix, engine, tmp_path / "scratch")
+    assert [test.outcome for test in outcome.tests.values()] == ["passed"], outcome
 
 
 # Doctor -----------------------------------------------------------------------------------------------------------

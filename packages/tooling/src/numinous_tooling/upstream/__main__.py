@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from numinous_tooling.patching.engine import find_engine
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.repo.checkout import RepoError, find_checkout
 
-from . import pins, run, table
+from . import pins, records, run, table
 from .headers import FOLDER, PROJECTS, fix_problems, read_fixes
 from .series import PINS
 
@@ -72,6 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         help="cuda: only the tests with Triton kernels, compiled and on the GPU",
     )
     command.add_argument("--out", type=Path, help="write the report there, as JSON")
+    command.add_argument(
+        "--evidence",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help=f"with --device cuda: append a record of every fix reproduced to FILE ({records.FILE})",
+    )
     command.set_defaults(work=_run)
 
     command = commands.add_parser("table", help="judge headers and page")
@@ -98,6 +107,10 @@ def _run(root: Path, options: argparse.Namespace) -> int:
     if not fixes:
         raise PatchError(f"no fix of that name in {FOLDER}/")
     gpus: list[str] = []
+    if options.evidence is not None and options.device == run.CPU:
+        raise PatchError(
+            "--evidence is for runs with --device cuda; tests on the CPU repeat everywhere"
+        )
     if options.device != run.CPU:
         from numinous_tooling.gate.provenance import gpu_names
 
@@ -121,6 +134,8 @@ def _run(root: Path, options: argparse.Namespace) -> int:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.evidence is not None:
+        _record(root, options, report)
     for line in report["problems"]:
         print(f"upstream: {line}")
     counts = ", ".join(f"{number} {word}" for word, number in sorted(report["counts"].items()))
@@ -131,6 +146,18 @@ def _run(root: Path, options: argparse.Namespace) -> int:
             number = sum(state["state"] == word for state in states)
             print(f"upstream: {project} {version}: {number} {word}")
     return 0 if report["holds"] else 1
+
+
+def _record(root: Path, options: argparse.Namespace, report: dict[str, Any]) -> None:
+    from numinous_tooling import evidence
+    from numinous_tooling.bench.clocks import CudaClock  # imports torch
+    from numinous_tooling.bench.facts import run_facts
+
+    path = root.parent / records.FILE if options.evidence == Path() else options.evidence
+    words = ["python -m numinous_tooling.upstream run", *options.names, "--device", options.device]
+    evidence.append(
+        path, records.records_of(report, run_facts(CudaClock(), os.environ), " ".join(words))
+    )
 
 
 def _say(row: dict[str, Any]) -> None:

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from . import records
 from .headers import PORTS, PROJECTS, Fix, read_fixes
 
 PAGE = "README.md"
 COMMAND = "python -m numinous_tooling.upstream table --write"
+DEVICE_COMMAND = "python -m numinous_tooling.upstream run --device cuda --evidence"
 NOT_APPLIED = "patch to send, not applied"
 
 _TOP = f"""\
@@ -28,42 +30,47 @@ without its GPU, a test that fails on the released package and passes on the pat
 - How a fix is sent: [Sending a fix upstream](../docs/upstream-fixes.md).
 
 **Evidence**: *run* – the shipped Python was executed on a CPU; *emulated* – the shipped Triton kernel was executed by
-Triton's interpreter; *derived* – found by reading or arithmetic, with no reproduction. **Newest** is the state in the
-newest release that was looked at.
+Triton's interpreter; *derived* – found by reading or arithmetic, with no reproduction. Where a GPU is named, the same
+test has run there too, with the kernel compiled (`{DEVICE_COMMAND}`, records in `{records.FILE}`). **Newest** is the
+state in the newest release that was looked at.
 """
 
 
 def page(root: Path) -> str:
     """The whole page."""
-    fixes = read_fixes(root)
-    parts = [_TOP, _summary(fixes)]
+    fixes, gpus = read_fixes(root), records.gpus_of(root)
+    parts = [_TOP, _summary(fixes, gpus)]
     for project, facts in PROJECTS.items():
         if rows := [fix for fix in fixes if fix.project == project]:
-            parts.append(_section(facts.distribution, rows))
+            parts.append(_section(facts.distribution, rows, gpus))
     return "\n".join(parts)
 
 
-def _summary(fixes: Sequence[Fix]) -> str:
+def _summary(fixes: Sequence[Fix], gpus: Mapping[str, Sequence[str]]) -> str:
     words = Counter(str(fix.header.get("evidence")) for fix in fixes)
     ports = sum(any((fix.path / PORTS).glob("*.patch")) for fix in fixes)
     said = ", ".join(f"{number} {word}" for word, number in sorted(words.items()))
-    return f"{len(fixes)} fixes ({said}); {ports} also as a patch against a newer release.\n"
+    on_gpu = sum(fix.name in gpus for fix in fixes)
+    return (
+        f"{len(fixes)} fixes ({said}), {on_gpu} of them run on a GPU too; {ports} also as a patch "
+        "against a newer release.\n"
+    )
 
 
-def _section(distribution: str, fixes: Sequence[Fix]) -> str:
+def _section(distribution: str, fixes: Sequence[Fix], gpus: Mapping[str, Sequence[str]]) -> str:
     versions = ", ".join(sorted({str(fix.header["version"]) for fix in fixes}))
     lines = [
         f"## {distribution} {versions}",
         "",
         "| fix | symptom | who is hit | evidence | newest | how to get it |",
         "|---|---|---|---|---|---|",
-        *(_line(fix) for fix in fixes),
+        *(_line(fix, gpus.get(fix.name, ())) for fix in fixes),
         "",
     ]
     return "\n".join(lines)
 
 
-def _line(fix: Fix) -> str:
+def _line(fix: Fix, gpus: Sequence[str]) -> str:
     header = fix.header
     newest = header["newest"]
     state = f"{newest['state']} in {newest['version']}"
@@ -75,7 +82,7 @@ def _line(fix: Fix) -> str:
         f"[{fix.path.name}]({fix.name}/)",
         header["symptom"],
         header["hit"],
-        header["evidence"],
+        "; ".join([header["evidence"], *(f"run on {gpu}" for gpu in gpus)]),
         state,
         how,
     ]
