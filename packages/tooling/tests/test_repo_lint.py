@@ -58,6 +58,7 @@ def root(tmp_path: Path) -> Path:
     write(tmp_path, "LICENSE", "licence\n")
     write(tmp_path, ".ci/run", "#!/bin/sh\n")
     write(tmp_path, "evidence/scheduler/burst.jsonl", R1 + R2)
+    write(tmp_path, "evidence/gate/serving.jsonl", record(package="tooling"))
     add_package(tmp_path, "tooling", dependencies="")
     add_package(tmp_path, "scheduler")
     add_package(tmp_path, "attention", dependencies="")
@@ -188,6 +189,7 @@ FAULTS = [
     Fault("evidence", "evidence/scheduler/notes.md", "text\n", 1, "no record file"),
     Fault("evidence", "evidence/a.jsonl", R1, 1, "under no package"),
     Fault("evidence", "evidence/scheduler/b.jsonl", record(package="tooling"), 1, "other's"),
+    Fault("evidence", "evidence/gate/b.jsonl", record(), 1, "other's, in a folder of no package"),
     Fault("evidence", "evidence/scheduler/burst.jsonl", R1, 3, "twice"),
     Fault("evidence", "evidence/scheduler/burst.jsonl", "{\n", 3, "no JSON"),
     Fault("evidence", "evidence/scheduler/burst.jsonl", "[]\n", 3, "no object"),

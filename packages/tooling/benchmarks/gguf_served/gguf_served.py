@@ -46,6 +46,7 @@ from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.repo.checkout import RepoError, find_checkout
 from numinous_tooling.upstream.headers import FOLDER, read_fixes
+from numinous_tooling.upstream.records import VERSION
 from numinous_tooling.upstream.trees import patched, released
 
 
@@ -64,7 +65,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.evidence is not None:
         path = options.evidence
         if path == Path():
-            path = evidence.find_evidence(Path(__file__).parent) / "upstream" / "gguf_served.jsonl"
+            path = (
+                evidence.find_evidence(Path(__file__).parent)
+                / "upstream-fixes"
+                / "gguf_served.jsonl"
+            )
         evidence.append(path, [record(options, report, argv or sys.argv[1:])])
     return 0 if report["holds"] else 1
 
@@ -196,8 +201,8 @@ def record(
     clock = CpuClock() if options.device == "cpu" else CudaClock()
     common = facts.run_facts(clock, os.environ)
     return {
-        "package": "tooling",
-        "version": facts.installed("numinous-tooling"),
+        "package": "upstream-fixes",
+        "version": VERSION,
         **common,
         "op": "gguf_served",
         "case": f"{options.gguf.name}, {options.windows} windows of {options.length} tokens of {options.text.name}",

@@ -32,6 +32,8 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 MAX_LINES = 900
 COUNTED = (".py", ".cu", ".cuh", ".cpp", ".h", ".hip")
 TEXT = (".md", ".py", ".toml", ".txt", ".json", ".jsonl", ".yml", ".yaml", ".sh", "")
+# Folders of evidence that are no folder of packages/, and the package that their records name.
+EVIDENCE_FOLDERS = {"gate": "tooling", "upstream-fixes": "upstream-fixes"}
 DRAWERS = {"utils", "util", "misc", "helpers", "common"}
 HEADINGS = (
     "What is in this room",
@@ -237,11 +239,15 @@ def check_evidence(checkout: Checkout) -> Iterator[Finding]:
     for file in checkout.files:
         parts = PurePosixPath(file).parts
         if parts[0] == "evidence":
-            if len(parts) != 3 or parts[1] not in checkout.packages or not file.endswith(".jsonl"):
-                said = "evidence/ holds <folder of packages/>/<op>.jsonl and nothing else"
+            folders = {name: name for name in checkout.packages} | EVIDENCE_FOLDERS
+            if len(parts) != 3 or parts[1] not in folders or not file.endswith(".jsonl"):
+                also = ", ".join(sorted(EVIDENCE_FOLDERS))
+                said = (
+                    f"evidence/ holds <folder of packages/, or {also}>/<op>.jsonl and nothing else"
+                )
                 yield Finding(file, 1, "evidence", said)
                 continue
-            yield from _check_records(checkout, file, parts[1])
+            yield from _check_records(checkout, file, folders[parts[1]])
         elif file.endswith(".md") and not file.startswith(TEMPLATES):
             text = checkout.text(file)
             try:

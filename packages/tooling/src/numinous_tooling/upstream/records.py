@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence of reproductions on a GPU: one record a fix and run, in ``evidence/upstream/fixes.jsonl``."""
+"""Evidence of reproductions on a GPU: one record a fix and run, in ``evidence/upstream-fixes/fixes.jsonl``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 REPRODUCED = "reproduced"
 VERSION = "0.1.0"
 """Of numinous-upstream-fixes, which need not be installed where its tests run; a test compares."""
-FILE = Path("evidence", "upstream", "fixes.jsonl")
+FILE = Path("evidence", "upstream-fixes", "fixes.jsonl")
 """Below the checkout, beside the folder of the fixes."""
 
 
