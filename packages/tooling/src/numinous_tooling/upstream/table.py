@@ -30,16 +30,19 @@ without its GPU, a test that fails on the released package and passes on the pat
 - How a fix is sent: [Sending a fix upstream](../docs/upstream-fixes.md).
 
 **Evidence**: *run* – the shipped Python was executed on a CPU; *emulated* – the shipped Triton kernel was executed by
-Triton's interpreter; *derived* – found by reading or arithmetic, with no reproduction. Where a GPU is named, the same
-test has run there too, with the kernel compiled (`{DEVICE_COMMAND}`, records in `{records.FILE}`). **Newest** is the
-state in the newest release that was looked at.
+Triton's interpreter; *derived* – found by reading or arithmetic, with no reproduction. **Newest** is the state in the
+newest release that was looked at.
+"""
+_ON_GPU = f"""\
+Where a GPU is named, the same test has run there too, with the kernel compiled
+(`{DEVICE_COMMAND}`, records in `{records.FILE}`).
 """
 
 
 def page(root: Path) -> str:
     """The whole page."""
     fixes, gpus = read_fixes(root), records.gpus_of(root)
-    parts = [_TOP, _summary(fixes, gpus)]
+    parts = [_TOP, *([_ON_GPU] if gpus else []), _summary(fixes, gpus)]
     for project, facts in PROJECTS.items():
         if rows := [fix for fix in fixes if fix.project == project]:
             parts.append(_section(facts.distribution, rows, gpus))
@@ -51,9 +54,9 @@ def _summary(fixes: Sequence[Fix], gpus: Mapping[str, Sequence[str]]) -> str:
     ports = sum(any((fix.path / PORTS).glob("*.patch")) for fix in fixes)
     said = ", ".join(f"{number} {word}" for word, number in sorted(words.items()))
     on_gpu = sum(fix.name in gpus for fix in fixes)
+    on_gpus = f", {on_gpu} of them run on a GPU too" if on_gpu else ""
     return (
-        f"{len(fixes)} fixes ({said}), {on_gpu} of them run on a GPU too; {ports} also as a patch "
-        "against a newer release.\n"
+        f"{len(fixes)} fixes ({said}){on_gpus}; {ports} also as a patch against a newer release.\n"
     )
 
 
