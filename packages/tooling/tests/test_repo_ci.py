@@ -35,9 +35,15 @@ def test_parts_are_those_of_the_script() -> None:
     # A part may stand in both branches of a condition.
     parts = dict.fromkeys(re.findall(r"^ *part ([\w-]+) ", script, re.MULTILINE))
     assert [*parts, "test-cpu"] == list(budget())
-    assert script.rstrip().endswith("-m pytest"), (
+    assert script.rstrip().endswith('cat "$others"\nexit "$code"'), (
         "pytest's closing line must be the last one printed"
     )
+
+
+def test_no_test_is_left_out() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    chosen = re.findall(r"pytest -m (\w+|\"[\w ]+\")", script)
+    assert sorted(chosen) == ['"not engine"', "engine"]
 
 
 def test_script_is_valid_bash() -> None:
