@@ -34,10 +34,13 @@ import judge_mla  # noqa: E402
 import judge_moe  # noqa: E402
 import judge_saved  # noqa: E402
 import judge_training  # noqa: E402
+import record as record_script  # noqa: E402
 import train as train_script  # noqa: E402
 import train_both  # noqa: E402
 from judge_configs import GLM_DSA, KIMI_LINEAR, MODELS  # noqa: E402
 from judge_model import JudgeModel, from_checkpoint, initialise, to_checkpoint  # noqa: E402
+
+from numinous_tooling import evidence  # noqa: E402
 
 # Logits of the training module and of Hugging Face, fp32 on the CPU.
 TOLERANCE = 1e-3
@@ -264,6 +267,32 @@ class TestAgainstHuggingFace:
         judge_saved.save(build(tiny("kimi-linear")), None, tmp_path / "kimi")
         with pytest.raises(ValueError, match="not released in FP8"):
             judge_saved.write_fp8(tmp_path / "kimi", tmp_path / "fp8")
+
+    def test_records_of_a_training_and_of_a_check_are_evidence(self, tmp_path: Path) -> None:
+        written = {
+            "model": "glm-dsa",
+            "parameters": 28_211_040,
+            "versions": {"torch": "2.11.0"},
+            "phases": [{"tokens": 5}, {"tokens": 7}],
+            "seconds": {"all": 150.0},
+            "eval": {"prose": {"nats_per_token": 3.5, "bits_per_byte": 1.36, "top1": 0.3}},
+            "files": {"model.safetensors": {"sha256": "ab" * 32}},
+            **dict.fromkeys(("recipe", "corpus", "kda", "repeat"), "x"),
+        }
+        facts = dict.fromkeys(evidence.COMMON_FIELDS, "-") | {"gpu": "NVIDIA Z9", "engine": "e 1"}
+        check = {"holds": False, "positions": 9, "mean_difference": 0.5}
+        made = [
+            record_script.training(written, facts),
+            record_script.engine_check(written, check, facts),
+        ]
+        evidence.append(tmp_path / "out.jsonl", made)
+        assert (made[0]["n"], made[0]["torch"], made[0]["prose_nats_per_token"]) == (
+            12,
+            "2.11.0",
+            3.5,
+        )
+        assert (made[1]["n"], made[1]["holds"], made[1]["engine"]) == (9, False, "e 1")
+        assert record_script.main(["--model", str(tmp_path)]) == 2
 
     def test_a_release_that_turns_the_indexer_otherwise_is_named(self) -> None:
         config = with_indexer_as_installed(GLM_DSA)

@@ -7,7 +7,8 @@
 Two questions. *Prefill*: windows of the text are forced through `/generate`, and each token's log-probability is
 compared with the training module's in fp32, which tests hold to the Hugging Face class. *Decode*: greedy answers are
 scored by the training module; an engine that differs only by rounding chooses tokens that it, too, ranks first or
-close to it. The default length reaches past `index_topk`, so that DSA selects. What follows `--` goes to the server.
+close to it. `rounding_difference` is what bf16 does to the training module itself. The default length reaches past
+`index_topk`, so that DSA selects. What follows `--` goes to the server.
 
 `--dense` serves `glm-dsa` without its indexer, as `DeepseekV3ForCausalLM`, for hosts where no DSA backend runs: all of
 the model but the indexer is checked, on contexts that it would not shorten. On a CPU, with the platform of this
@@ -107,6 +108,7 @@ def compare(options: argparse.Namespace, url: str, rows: list[list[int]]) -> dic
     """The report; `holds` says whether all limits do."""
     model = load(options.model).to(options.device)
     off: list[float] = []
+    rounding: list[float] = []
     losses: list[tuple[float, float]] = []
     gaps: list[float] = []
     for row in rows:
@@ -115,6 +117,11 @@ def compare(options: argparse.Namespace, url: str, rows: list[list[int]]) -> dic
         ours = reference(model, row, options.device)
         mine = ours.gather(1, torch.tensor(row[1:], device=ours.device)[:, None])[:, 0].tolist()
         off += [abs(a - b) for a, b in zip(mine, theirs, strict=True)]
+        # What bf16 does to the module itself: an engine that is right is not far from it.
+        with torch.autocast(options.device, torch.bfloat16):
+            rounded = reference(model, row, options.device)
+        picked = rounded.gather(1, torch.tensor(row[1:], device=ours.device)[:, None])[:, 0]
+        rounding += [abs(a - b) for a, b in zip(mine, picked.tolist(), strict=True)]
         losses.append((-statistics.fmean(mine), -statistics.fmean(theirs)))
         said = generated(answer, options.answer)
         after = reference(model, row + said, options.device)[len(row) - 1 :]
@@ -124,6 +131,7 @@ def compare(options: argparse.Namespace, url: str, rows: list[list[int]]) -> dic
     figures = {
         "mean_difference": statistics.fmean(off),
         "largest_difference": max(off),
+        "rounding_difference": statistics.fmean(rounding),
         "loss_reference": ours_loss,
         "loss_engine": theirs_loss,
         "decode_gap": statistics.fmean(gaps),
