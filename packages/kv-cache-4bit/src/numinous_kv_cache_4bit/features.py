@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from numinous_tooling.patching import Feature
 
+from .hooks import glm_flash_fp8
+
 
 def features() -> tuple[Feature, ...]:
     """Every feature of the room; importable without torch and without the engine."""
-    return ()  # FILL: return the first feature, declared in hooks/<feature>.py
+    return (glm_flash_fp8.FEATURE,)
