@@ -7,6 +7,7 @@ The stand-ins refuse what the kernel refuses, and compute what it computes: soft
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 import warnings
@@ -18,9 +19,8 @@ import pytest
 import torch
 
 from numinous_kv_cache_4bit.engine import glm_flash_fp8 as ours
-from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE, UNCOVERED, judge
+from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE
 from numinous_tooling.formats import STOCK_FP8_NO_ROPE
-from numinous_tooling.patching.serve_command import ServeCommand
 
 HEADS, WIDTH, PAGE = 64, 528, 64
 TOPK, KPOOL = 128, 4
@@ -41,10 +41,10 @@ def attention(
     Returns:
         fp32 [rows, heads, 512].
     """
-    latent, _ = STOCK_FP8_NO_ROPE.unpack(cache.view(torch.uint8).reshape(-1, WIDTH))
+    rows = cache.view(torch.uint8).reshape(-1, WIDTH)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for row, named in enumerate(slots.long()):
-        keys = latent[named[named != -1]].float()
+        keys = STOCK_FP8_NO_ROPE.unpack(rows[named[named != -1]])[0].float()
         if len(keys):
             out[row] = torch.softmax(q[row].float() @ keys.T * scale, dim=-1) @ keys
     return out
@@ -654,55 +654,11 @@ def test_dequantize_rows_interpreted(ids: torch.dtype) -> None:
 # --- Boot -------------------------------------------------------------------------------------------------------------
 
 
-def configurator(**changes: Any) -> Any:
-    made = {
-        "architecture": "Glm5NextForConditionalGeneration",
-        "dtype": torch.float8_e4m3fn,
-    } | changes
-    config = SimpleNamespace(architectures=[made["architecture"]])
-    return SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=config), kv_cache_dtype=made["dtype"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, None),
-        ({"architecture": "Glm5NextForConditionalGenerationNextN"}, None),
-        (
-            {"architecture": "LlamaForCausalLM"},
-            "this model is LlamaForCausalLM; unset NUMINOUS_KV4",
-        ),
-        ({"architecture": "GlmMoeDsaForCausalLM"}, "this model is GlmMoeDsaForCausalLM"),
-        ({"dtype": torch.bfloat16}, "add --kv-cache-dtype fp8_e4m3"),
-        ({"capability": (10, 0)}, "this is sm100"),
-        ({"capability": (8, 9)}, "this is sm89"),
-        ({"available": False}, "this is a machine without a GPU"),
-        ({"version": "0.4.8"}, "sglang-kernel 0.4.7, and 0.4.8 is installed"),
-        ({"version": None}, "and none is installed"),
-    ],
-)
-def test_pool_sizing_refuses(
-    hopper: Any, monkeypatch: Any, changes: dict[str, Any], said: str | None
-) -> None:
-    if "capability" in changes:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: changes["capability"])
-    if "available" in changes:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if "version" in changes:
-        monkeypatch.setattr(ours, "_kernel_version", lambda: changes["version"])
-    if said is None:
-        ours.before_pool_sizing(configurator(**changes))
-        return
-    with pytest.raises(SystemExit, match=said) as error:
-        ours.before_pool_sizing(configurator(**changes))
-    assert "\n" not in str(error.value)
-
-
 def test_sizing_hook_is_in_front_of_every_model(engine: Any, hopper: Any, hooks: None) -> None:
+    config = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    model = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
     with pytest.raises(SystemExit, match="this model is LlamaForCausalLM"):
-        engine.sizing.create_memory_pool_configurator(configurator(architecture="LlamaForCausalLM"))
+        engine.sizing.create_memory_pool_configurator(model)
 
 
 @pytest.mark.parametrize(
@@ -761,77 +717,139 @@ def test_one_line_says_what_is_gained(
     ]
 
 
-def test_bytes_of_the_model() -> None:
-    """GLM-5.3-Flash: 11 full-attention layers, an index key in each."""
-    fp8, bf16 = (ours.bytes_per_token(row, 11, 11) for row in (WIDTH, ours.BF16_ROW))
-    assert (fp8, bf16) == (7260, 12716)
-    assert f"{bf16 / fp8:.3f}" == "1.752"
+# --- FlashMLA itself, through the same functions of the engine and of ours -------------------------------------------
 
 
-DEFAULTS = {
-    "kv_cache_dtype": "auto",
-    "dsa_prefill_backend": None,
-    "dsa_decode_backend": None,
-    "dtype": "auto",
-    "speculative_algorithm": None,
-    "speculative_draft_kv_cache_dtype": None,
-    "dcp_size": 1,
-    "pp_size": 1,
-    "tp_size": 1,
-    "disaggregation_mode": "null",
-} | dict.fromkeys(UNCOVERED, False)
-FP8 = {"kv_cache_dtype": "fp8_e4m3"}
-FLASH = {
-    "architectures": ["Glm5NextForConditionalGeneration"],
-    "text_config": {"num_attention_heads": 64},
-}
+def flash_path(heads: int) -> Callable[..., torch.Tensor]:
+    """The hooked `_forward_flashmla_kv` of a backend that has what this function and its schedule read, nothing else."""
+    pytest.importorskip("sglang", reason="device tests need SGLang")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend as Backend
+    schedule = inspect.unwrap(Backend._compute_flashmla_metadata)
+    forward = inspect.unwrap(Backend._forward_flashmla_kv)
+    backend = SimpleNamespace(
+        dsa_index_topk=TOPK,
+        dsa_index_kpool=KPOOL,
+        flashmla_kv_num_q_heads=64 if heads <= 64 else 128,
+        real_page_size=PAGE,
+        kv_cache_dim=WIDTH,
+        dsa_kv_cache_store_fp8=True,
+    )
+
+    def planned(cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
+        return ours.around_schedule(schedule, backend, cache_seqlens, seq_len_q)
+
+    backend._compute_flashmla_metadata = planned
+
+    def attend(
+        q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, plan: Any
+    ) -> torch.Tensor:
+        args = (q, cache, 512, 0.04, layer(heads), plan, slots)
+        return ours.around_attention(forward, backend, *args)[:, 0]
+
+    attend.plan = lambda rows, device: ours._plan(backend, rows, device)  # type: ignore[attr-defined]
+    return attend
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (FP8, None),
-        (FP8 | {"tp_size": 8, "speculative_algorithm": "EAGLE"}, None),
-        (FP8 | {"dsa_prefill_backend": "flashmla_kv"}, None),
-        ({}, "would be auto: add --kv-cache-dtype fp8_e4m3"),
-        ({"kv_cache_dtype": "bfloat16"}, "would be bfloat16: add --kv-cache-dtype fp8_e4m3"),
-        (FP8 | {"dsa_prefill_backend": "flashmla_sparse"}, "--dsa-prefill-backend flashmla_sparse"),
-        (FP8 | {"dsa_decode_backend": "trtllm"}, "--dsa-decode-backend trtllm"),
-        (FP8 | {"dtype": "float16"}, "--dtype float16"),
-        (FP8 | {"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH"),
-        (FP8 | {"speculative_draft_kv_cache_dtype": "bfloat16"}, "the draft's KV cache"),
-        (FP8 | {"dcp_size": 2}, "--dcp-size > 1"),
-        (FP8 | {"pp_size": 2}, "--pp-size > 1"),
-        (FP8 | {"disaggregation_mode": "decode"}, "disaggregation"),
-        *((FP8 | {name: True}, "--" + name.replace("_", "-")) for name in UNCOVERED),
-    ],
-)
-def test_judge(given: dict[str, Any], said: str | None) -> None:
-    for config in (None, FLASH):
-        lines = list(judge(ServeCommand(given, DEFAULTS, model_config=config)))
-        assert len(lines) == (said is not None), lines
-        assert said is None or said in lines[0]
+def device_case(
+    rows: int, heads: int, device: Any, slots: int = 40 * PAGE
+) -> tuple[torch.Tensor, ...]:
+    """Queries, a pool whose first page and unnamed rows are NaN, and a table with -1, short rows, an empty row, duplicates."""
+    generator = torch.Generator().manual_seed(rows)
+    live = torch.randperm(20 * PAGE, generator=generator) + slots - 20 * PAGE
+    cache = torch.full((slots, 1, WIDTH), 0x7F, dtype=torch.uint8, device=device)
+    latent = torch.randn(len(live), 512, generator=generator).to(torch.bfloat16)
+    cache[live.to(device), 0] = STOCK_FP8_NO_ROPE.pack(latent).to(device)
+    table = torch.full((rows, TOPK + KPOOL - 1), -1, dtype=torch.int32)
+    for row in range(rows):
+        named = live[torch.randint(len(live), (row * 37 % (TOPK + KPOOL),), generator=generator)]
+        table[row, : len(named)] = named.to(torch.int32)
+        table[row, 3::7] = -1  # holes as well as an end
+    q = torch.randn(rows, heads, 512, generator=generator).to(torch.bfloat16)
+    return q.to(device), cache.view(torch.float8_e4m3fn), table.to(device)
 
 
-@pytest.mark.parametrize(
-    ("config", "tp_size", "said"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, 1, "this model is LlamaForCausalLM"),
-        ({}, 1, "this model is None"),
-        (FLASH | {"text_config": {"num_attention_heads": 512}}, 2, "256 query heads per rank"),
-        (FLASH | {"text_config": {"num_attention_heads": 512}}, 4, None),
-        (FLASH | {"text_config": {}}, 1, None),
-    ],
-)
-def test_judge_reads_the_model(config: dict[str, Any], tp_size: int, said: str | None) -> None:
-    lines = list(judge(ServeCommand(FP8 | {"tp_size": tp_size}, DEFAULTS, model_config=config)))
-    assert len(lines) == (said is not None), lines
-    assert said is None or said in lines[0]
+def check_flash(rows: int, heads: int, device: Any, slots: int = 40 * PAGE) -> None:
+    q, cache, table = device_case(rows, heads, device, slots)
+    attend = flash_path(heads)
+    out = attend(q, cache, table, attend.plan(rows, device))  # type: ignore[attr-defined]
+    assert out.shape == (rows, heads, 512)
+    want = attention(q, cache, table, 0.04)
+    empty = (table == -1).all(dim=1)
+    assert not out[empty].any()
+    error = (out.float() - want).norm() / want.norm().clamp(min=1e-6)
+    assert error < 0.01, f"relative error {error:.4f}"
 
 
-def test_arguments_that_the_judge_reads_exist() -> None:
-    from numinous_tooling.patching.engine import find_engine
-    from numinous_tooling.patching.serve_command import read_arguments
+def test_device_path_on_the_stand_in(hopper: Any, count: Count) -> None:
+    """The device tests below, on the CPU: what they compute and how they compare is right."""
+    check_flash(40, 32, torch.device("cpu"))
+    assert hopper().calls == [(40, 64, 192)]
 
-    pytest.importorskip("sglang", reason="reads the installed engine")
-    assert set(DEFAULTS) <= set(read_arguments(find_engine()))
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("heads", [64, 128, 32])
+@pytest.mark.parametrize("rows", [1, 7, 133, 1000])
+def test_flashmla(rows: int, heads: int, gpu: torch.device) -> None:
+    pytest.importorskip("sgl_kernel", reason="FlashMLA is part of sglang-kernel")
+    check_flash(rows, heads, gpu)
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_flashmla_in_turns(gpu: torch.device, monkeypatch: Any) -> None:
+    pytest.importorskip("sgl_kernel", reason="FlashMLA is part of sglang-kernel")
+    monkeypatch.setattr(ours, "ROWS", 64)
+    check_flash(150, 64, gpu)
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_flashmla_past_2_31_bytes(gpu: torch.device) -> None:
+    pytest.importorskip("sgl_kernel", reason="FlashMLA is part of sglang-kernel")
+    slots = (2**31 // WIDTH // PAGE + 30) * PAGE
+    assert (slots - 20 * PAGE) * WIDTH > 2**31
+    check_flash(20, 64, gpu, slots)
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_flashmla_in_a_graph(gpu: torch.device) -> None:
+    """The plan is made outside, as the engine makes it, and stays right when the inputs change."""
+    pytest.importorskip("sgl_kernel", reason="FlashMLA is part of sglang-kernel")
+    attend = flash_path(64)
+    q, cache, table = device_case(33, 64, gpu)
+    plan = attend.plan(33, gpu)  # type: ignore[attr-defined]
+    attend(q, cache, table, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(q, cache, table, plan)
+    for shift in (1, 5):
+        q.copy_(q.roll(shift, 0))
+        table.copy_(table.roll(shift + 1, 0))
+        graph.replay()
+        want = attention(q, cache, table, 0.04)
+        assert (out.float() - want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_rows_of_the_engine(ids: torch.dtype, gpu: torch.device) -> None:
+    """What stock writes is the row format, and dequantising it gives the format's bits; also past 2^31 bytes."""
+    pytest.importorskip("sglang", reason="device tests need SGLang")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.kernels.ops.attention.dsa.quant_k_cache import quantize_k_cache_separate
+    latent = torch.randn(1000, 512, device=gpu, generator=torch.Generator(gpu).manual_seed(4))
+    latent = latent.to(torch.bfloat16)
+    rows, rope = quantize_k_cache_separate(latent[:, None], latent.new_empty(1000, 1, 0))
+    assert rope.shape == (1000, 1, 0)
+    assert close(STOCK_FP8_NO_ROPE.unpack(rows[:, 0])[0], latent.float())
+    scales = STOCK_FP8_NO_ROPE.split(rows[:, 0])["scales"]
+    want = STOCK_FP8_NO_ROPE.split(STOCK_FP8_NO_ROPE.pack(latent))["scales"]
+    torch.testing.assert_close(scales, want, rtol=1e-6, atol=0)  # its division is not IEEE's
+    slots = 2**31 // WIDTH + 2000
+    cache = torch.full((slots, 1, WIDTH), 0x7F, dtype=torch.uint8, device=gpu)
+    cache[-1000:] = rows
+    named = torch.randperm(1000, device=gpu) + slots - 1000
+    got = ours.dequantize_rows(cache.view(torch.float8_e4m3fn), named.to(ids))
+    assert torch.equal(got, STOCK_FP8_NO_ROPE.unpack(cache[named, 0])[0])
