@@ -56,7 +56,7 @@ class Weight:
 
     def make(self, seed: int) -> torch.Tensor:
         """Its values in bf16; they depend on the seed and the name, not on the order of writing."""
-        generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(self.name.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {self.name}".encode()))
         values = torch.empty(self.shape)
         if self.fill is None:
             values.normal_(0.0, self.gain / math.sqrt(self.shape[-1]), generator=generator)
