@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from numinous_kv_cache_4bit.engine import glm_flash_fp8 as ours
-from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import UNCOVERED, judge
-from numinous_tooling.patching.serve_command import ServeCommand
+from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE, UNCOVERED, judge
+from numinous_tooling.patching.boot import fits
+from numinous_tooling.patching.engine import find_engine
+from numinous_tooling.patching.serve_command import FIELDS, ServeCommand
 
 
 def configurator(**changes: Any) -> Any:
@@ -124,9 +126,11 @@ def test_judge_reads_the_model(config: dict[str, Any], tp_size: int, said: str |
     assert said is None or said in lines[0]
 
 
-def test_arguments_that_the_judge_reads_exist() -> None:
-    from numinous_tooling.patching.engine import find_engine
-    from numinous_tooling.patching.serve_command import read_arguments
-
+def test_engine_that_is_installed() -> None:
+    """Every pin fits (with the upstream fixes in place: ``python -m numinous_tooling.upstream pins --conflicts``), and the
+    engine has the arguments that the judge reads."""
     pytest.importorskip("sglang", reason="reads the installed engine")
-    assert set(DEFAULTS) <= set(read_arguments(find_engine()))
+    tree = find_engine()
+    assert fits(FEATURE, tree) == []
+    fields = b"".join(tree.read(path) for path in tree.files(FIELDS) if path.endswith(".py"))
+    assert [name for name in DEFAULTS if f"    {name}: A[".encode() not in fields] == []

@@ -192,6 +192,10 @@ def around_attention(
         return q_all.new_empty((0, 1, layer.tp_q_head_num, v_head_dim))
     view = Widened(backend)
     missing = view.dsa_index_topk - page_table_1.shape[-1]
+    if missing < 0:  # padding by a negative number would cut slots off
+        raise RuntimeError(
+            f"{GLM_FLASH_FP8}: the indexer names {page_table_1.shape[-1]} slots, more than {view.dsa_index_topk}"
+        )
     slots = torch.nn.functional.pad(page_table_1.to(torch.int32), (0, missing), value=-1)
     _count.engaged()
 
