@@ -53,7 +53,7 @@ STOCK_SAYS = "index_kpool > 1 appends tail tokens"
 Scores = list[tuple[float, int]]  # per prompt token: its logprob, and the likeliest token there
 
 
-def make_dummy(folder: Path) -> Path:
+def make_dummy(folder: Path, draft: bool) -> Path:
     """The dummy checkpoint of the module beside this one."""
     path = Path(__file__).with_name("make_dummy.py")
     spec = importlib.util.spec_from_file_location("make_dummy", path)
@@ -62,7 +62,7 @@ def make_dummy(folder: Path) -> Path:
     module = importlib.util.module_from_spec(spec)
     sys.modules["make_dummy"] = module  # its dataclasses look themselves up
     spec.loader.exec_module(module)
-    module.write("glm-flash", folder)
+    module.write("glm-flash", folder, draft=draft)
     return folder
 
 
@@ -263,7 +263,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     with tempfile.TemporaryDirectory(prefix="glm-flash-fp8-") as scratch:
         folder = Path(scratch)
-        model = options.model or make_dummy(folder / "model")
+        draft = "--speculative-algorithm" in options.server_flags
+        model = options.model or make_dummy(folder / "model", draft)
         try:
             results = {name: run_arm(name, options, model, folder) for name in ("bf16", "fp8")}
         except ServerFailed as failure:

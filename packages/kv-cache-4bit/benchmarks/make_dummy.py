@@ -9,7 +9,7 @@
 | glm-dsa | GlmMoeDsaForCausalLM | 9, of which 3 index | 64 heads, latent 512 + rope 64, indexer top-k 2048 |
 | deepseek-v3 | DeepseekV3ForCausalLM | 6 | 64 heads, latent 512 + rope 64, dense |
 
-About 2 GB each; ``--tiny`` cuts hidden size, heads and experts too (a few MB; of these the CPU engine runs deepseek-v3, the
+1.4 to 2.4 GB; ``--tiny`` cuts hidden size, heads and experts too (a few MB; of these the CPU engine runs deepseek-v3, the
 kernels of the sparse ones need a GPU). ``--draft`` adds the NextN layer, for ``--speculative-algorithm EAGLE``.
 
 *Weights* are random but not flat, so that logits, attention and the indexer's choice depend on the prompt: matrices are normal with
