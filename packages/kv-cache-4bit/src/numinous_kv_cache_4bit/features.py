@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point `numinous.features` of this package."""
+
+from __future__ import annotations
+
+from numinous_tooling.patching import Feature
+
+from .hooks import glm_flash_fp8
+
+
+def features() -> tuple[Feature, ...]:
+    """Every feature of the room; importable without torch and without the engine."""
+    return (glm_flash_fp8.FEATURE,)
