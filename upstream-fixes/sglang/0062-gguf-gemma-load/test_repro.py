@@ -2,6 +2,7 @@
 """Gemma 2 and Gemma 3 GGUF files must reach the model with its own names and with the checkpoint's norms."""
 
 import contextlib
+import copy
 import types
 
 import gguf
@@ -59,6 +60,7 @@ class Names:
     """The model of transformers on the meta device: the loader asks it for its parameter names."""
 
     def __init__(self, config):
+        config._attn_implementation = "sdpa"  # as from_config of transformers does
         self.names = [*NORMS.values(), EMBEDDING, "model.layers.0.mlp.down_proj.weight"]
         if config.model_type == "gemma3_text":
             self.names += HEAD_NORMS.values()
@@ -76,13 +78,17 @@ class Recorder(torch.nn.Module):
 
 def load(path, model_type):
     config = types.SimpleNamespace(
-        model_type=model_type, num_hidden_layers=1, update=lambda values: None
+        model_type=model_type,
+        num_hidden_layers=1,
+        update=lambda values: None,
+        _attn_implementation=None,
     )
     namespace = {"torch": torch, "AutoModelForCausalLM": types.SimpleNamespace(from_config=Names)}
     for name in ("get_gguf_extra_tensor_names", "gguf_quant_weights_iterator"):
         repro.load_function("srt/model_loader/weight_utils.py", name, namespace)
     namespace |= {
         "os": __import__("os"),
+        "copy": copy,
         "BaseModelLoader": BaseModelLoader,
         "_get_quantization_config": lambda *args: None,
         "_initialize_model": lambda *args: Recorder(),
@@ -96,6 +102,7 @@ def load(path, model_type):
         ),
         device_config=types.SimpleNamespace(device="cpu"),
     )
+    assert config._attn_implementation is None, "Gemma3ForCausalLM, which has no sdpa, would refuse"
     return model.given
 
 

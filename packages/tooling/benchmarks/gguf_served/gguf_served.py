@@ -35,6 +35,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx
 import torch
 
@@ -120,9 +121,7 @@ def token_windows(options: argparse.Namespace) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.gguf.parent, gguf_file=options.gguf.name)
-    # A begin token only where the model's own tokenizer puts one: it stands first in what it makes of any text.
-    begin = tokenizer("a").input_ids[:1]
-    begin = begin if begin == [tokenizer.bos_token_id] else []
+    begin = [tokenizer.bos_token_id] if wants_begin(options.gguf) else []
     text = options.text.read_text("utf-8")[: options.windows * options.length * 12]
     ids = tokenizer(text, add_special_tokens=False).input_ids
     body = options.length - len(begin)
@@ -130,6 +129,12 @@ def token_windows(options: argparse.Namespace) -> list[list[int]]:
     if len(rows) < options.windows:
         raise ValueError(f"{options.text}: holds {len(rows)} windows; want {options.windows}")
     return rows[: options.windows]
+
+
+def wants_begin(path: Path) -> bool:
+    """Whether the file asks for a begin token; models that were trained with one say nonsense without it."""
+    field = gguf.GGUFReader(path).fields.get("tokenizer.ggml.add_bos_token")
+    return field is not None and bool(field.contents())
 
 
 @torch.no_grad()
