@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of this package; loads without torch."""
+
+from __future__ import annotations
+
+from numinous_tooling.catalog import Kernel
+
+COMPILED = dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled")
+
+KERNELS = (
+    Kernel(
+        op="kv4_write",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_write:OP",
+        sentence="Quantises MLA latent and rope of new tokens to packed 4-bit rows and writes them at their slots.",
+        arch=COMPILED,
+        peers=("sglang-fp8", "sglang-bf16"),
+    ),
+)
