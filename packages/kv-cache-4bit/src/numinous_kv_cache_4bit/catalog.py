@@ -16,4 +16,12 @@ KERNELS = (
         arch=COMPILED,
         peers=("sglang-fp8", "sglang-bf16"),
     ),
+    Kernel(
+        op="kv4_gather",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_gather:OP",
+        sentence="Gathers 4-bit MLA rows by index into FlashMLA's FP8 rows or into bf16 rows.",
+        arch=COMPILED,
+        peers=("sglang-dequantize", "sglang-requantize"),
+    ),
 )

@@ -9,16 +9,17 @@
              multiplies the softmax scale and the output by g (rope in the rows is not scaled: multiply the latent part of q).
              Kernels never see it on the way out. A power of two moves the range of the block scales and changes no rounding.
 *Requantise* `requantize_fp8`: 4-bit rows to the engine's FP8 rows, 656 or 528 bytes, one fp32 scale for 128 values. The
-             scale S is the smallest power of two that brings 6 × (the largest of the eight block scales) to 448 or below: no
+             scale S is the smallest power of two that brings 6 × (the largest of the eight block scales, at least 2^-6) to 448 or below: no
              pass over the elements, and exact where the reader multiplies in bf16, as FlashMLA does (*reported*). A value of
              at most four significant bits is then exact: ±0.5, 1, 2, 4 × any scale, ±1.5, 3, 6 × three of eight mantissas. The
              rest is off by at most 1/17 of itself, while the 4-bit format's own error there (half a step) is up to 1/6; a
              value below S × 2^-6 by at most S × 2^-10, which is less than half a 4-bit step (scale / 4) in every block whose
-             scale is within 2^-13 of the largest of its group.
+             scale is within 2^-13 of the largest of its group. S is at least 2^-12.
 
 Why a quotient needs no division: latent values are bf16, so eight significant bits. Where x / scale comes near the middle
 between two codes without being it, it is at least 2^-8 of it away; fp32's x × (1 / scale) is off by 2^-22 of it. Rounding the
-product to fp16 (11 bits) gives the middle back where it is one and crosses none where it is not. So does amax / 6.
+product to fp16 (11 bits) gives the middle back where it is one and crosses none where it is not. amax × fl(1/6) needs not even
+that: fl(1/6) is so close to 1/6 that every middle comes out exactly (`test_every_middle` has all of both kinds).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def requantize_fp8(rows: torch.Tensor) -> torch.Tensor:
     target = stock_fp8_of(row)
     latent, rope = row.unpack(rows, dtype=torch.float32)
     scales = decode_codes(row.split(rows)["scales"]).abs().nan_to_num(nan=0.0)
-    largest = scales.unflatten(-1, (-1, FP8_GROUP // row.group)).amax(-1).clamp(min=2.0**-9)
+    largest = scales.unflatten(-1, (-1, FP8_GROUP // row.group)).amax(-1).clamp(min=2.0**-6)
     shared = decode_ue8m0(ue8m0_scale_ceil(6.0 * largest, element_max=448.0))
     out = torch.empty((*rows.shape[:-1], target.width), dtype=torch.uint8, device=rows.device)
     fields = target.split(out)
@@ -117,6 +118,29 @@ def words(pointer):
 
 
 @triton.jit
+def quads(pointer):
+    """The same address, as that of 64-bit words."""
+    return pointer.to(tl.pointer_type(tl.uint64))
+
+
+@triton.jit
+def quad(low, high):
+    """64-bit words of two blocks of 32-bit ones."""
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+
+
+@triton.jit
+def e4m3_value(codes):
+    """fp32 of E4M3 codes in uint32, NaN among them: `decode_e4m3fn` in half as many instructions.
+
+    A code's bits are those of the number times 2^-120 in fp32, subnormals included: both have gradual underflow.
+    """
+    bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where((codes & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
 def block_scale(amax_bits, inverse_global, NATIVE: tl.constexpr):
     """E4M3 codes of the block scales, and the factor that takes a value to `pack_e2m1`, from the bits of amax in uint32.
 
@@ -126,8 +150,7 @@ def block_scale(amax_bits, inverse_global, NATIVE: tl.constexpr):
     nan = amax_bits > 0x7F800000
     ratio = amax * inverse_global
     sixth = tl.minimum(tl.maximum(ratio * (1.0 / 6.0), 0.001953125), 512.0)  # from 2^-9
-    # fp16 gives back the ties, see the module.
-    codes = encode_e4m3fn(sixth.to(tl.float16).to(tl.float32), NATIVE > 0)
+    codes = encode_e4m3fn(sixth, NATIVE > 0)
     codes = tl.where(ratio <= 0.00048828125, 0, codes)  # up to 2^-11 everything rounds to zero
     codes = tl.where(nan, 0x7F, codes).to(tl.uint8)
     UNIT: tl.constexpr = 1.0 if NATIVE == 2 else 6.103515625e-05  # 2^-14, see `pack_e2m1`
@@ -225,24 +248,61 @@ def pack_e4m3x2(low, high, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def pack_e4m3x4(a, b, c, d, NATIVE: tl.constexpr):
-    """Four E4M3 codes in uint32, `a` in the lowest byte; as `pack_e4m3x2`."""
+def requantize_block(codes, scale, NATIVE: tl.constexpr):
+    """E4M3 codes of E2M1 × `scale`, the first and the second eight of a block in uint64, of 16 codes in uint64.
+
+    PTX: the eight magnitudes times the scale are converted once for a block, and `prmt` looks four of them up at a time, by
+    nibbles; where a nibble's fourth bit is set it gives the sign of the byte instead, which makes the sign bits.
+    """
     if NATIVE > 0:
         return tl.inline_asm_elementwise(
             """{
-            .reg .b16 l, u;
-            cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 u, $4, $3;
-            mov.b32 $0, {l, u};
+            .reg .f32 x<8>; .reg .b16 c<4>; .reg .b32 l, h, k, w<2>, s<2>, m<4>, o<4>;
+            mul.f32 x0, $3, 0f00000000; mul.f32 x1, $3, 0f3F000000; mul.f32 x3, $3, 0f3FC00000;
+            mul.f32 x4, $3, 0f40000000; mul.f32 x5, $3, 0f40400000; mul.f32 x6, $3, 0f40800000;
+            mul.f32 x7, $3, 0f40C00000;
+            cvt.rn.satfinite.e4m3x2.f32 c0, x1, x0; cvt.rn.satfinite.e4m3x2.f32 c1, x3, $3;
+            cvt.rn.satfinite.e4m3x2.f32 c2, x5, x4; cvt.rn.satfinite.e4m3x2.f32 c3, x7, x6;
+            mov.b32 l, {c0, c1}; mov.b32 h, {c2, c3}; mov.b64 {w0, w1}, $2; mov.b32 k, 0x80808080;
+            and.b32 s0, w0, 0x77777777; and.b32 s1, w1, 0x77777777;
+            prmt.b32 o0, l, h, s0; prmt.b32 o2, l, h, s1;
+            prmt.b32 m0, k, k, w0; prmt.b32 m2, k, k, w1;
+            shr.u32 s0, s0, 16; shr.u32 s1, s1, 16; shr.u32 w0, w0, 16; shr.u32 w1, w1, 16;
+            prmt.b32 o1, l, h, s0; prmt.b32 o3, l, h, s1;
+            prmt.b32 m1, k, k, w0; prmt.b32 m3, k, k, w1;
+            shl.b32 m0, m0, 7; shl.b32 m1, m1, 7; shl.b32 m2, m2, 7; shl.b32 m3, m3, 7;
+            lop3.b32 o0, m0, k, o0, 0x6A; lop3.b32 o1, m1, k, o1, 0x6A;
+            lop3.b32 o2, m2, k, o2, 0x6A; lop3.b32 o3, m3, k, o3, 0x6A;
+            mov.b64 $0, {o0, o1}; mov.b64 $1, {o2, o3};
             }""",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.uint32,
+            "=l,=l,l,f",
+            [codes, scale],
+            dtype=(tl.uint64, tl.uint64),
             is_pure=True,
             pack=1,
         )
     else:
-        low = pack_e4m3x2(a, b, 0).to(tl.uint32)
-        return low | (pack_e4m3x2(c, d, 0).to(tl.uint32) << 16)
+        first = _requantize_word((codes & 0xFFFFFFFF).to(tl.uint32), scale)
+        return first, _requantize_word((codes >> 32).to(tl.uint32), scale)
+
+
+@triton.jit
+def _requantize_word(codes, scale):
+    scale = scale * 16384.0  # 2^14, the unit of `unpack_e2m1`
+    v0, v4 = unpack_e2m1(codes, 0)
+    v1, v5 = unpack_e2m1(codes, 1)
+    v2, v6 = unpack_e2m1(codes, 2)
+    v3, v7 = unpack_e2m1(codes, 3)
+    return quad(
+        _four_e4m3(v0 * scale, v1 * scale, v2 * scale, v3 * scale),
+        _four_e4m3(v4 * scale, v5 * scale, v6 * scale, v7 * scale),
+    )
+
+
+@triton.jit
+def _four_e4m3(a, b, c, d):
+    low = pack_e4m3x2(a, b, 0).to(tl.uint32)
+    return low | (pack_e4m3x2(c, d, 0).to(tl.uint32) << 16)
 
 
 @triton.jit

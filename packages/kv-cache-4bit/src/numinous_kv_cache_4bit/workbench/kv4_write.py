@@ -88,14 +88,15 @@ def _set_edges(rows: torch.Tensor) -> None:
         [6.75, 5.625, -3.9375, 2.8125, -1.96875, 1.40625, 0.84375, -0.28125],  # every tie, scale 1.125
         [2688.0, 2700.0, -1e4], [448.0, 464.0, -480.0, 0.0009765625, 17.0, 19.0],
     )  # fmt: skip
-    rows.mul_(1e-3)
-    for index, edge in enumerate(edges):
-        at = (index // 4) % max(len(rows), 1)
-        if len(rows):
-            columns = slice((index % 4) * 16, (index % 4) * 16 + len(edge))
-            rows[at, columns] = torch.tensor(edge, dtype=rows.dtype, device=rows.device)
-            if len(edge) == 1:
-                rows[at, (index % 4) * 16 : (index % 4 + 1) * 16] = edge[0]
+    # The last rows are those that are written whatever the slots: each block of theirs begins with an edge, and is one
+    # where the edge is a single number.
+    blocks = rows.shape[1] // 16
+    for number in range(max(0, len(rows) - 16), len(rows)):
+        for block in range(blocks):
+            edge = edges[(number * blocks + block) % len(edges)]
+            values = torch.tensor(edge * 16 if len(edge) == 1 else edge, dtype=rows.dtype)
+            target = rows[number, 16 * block : 16 * block + 16].mul_(1e-4)
+            target[: len(values)] = values.to(rows.device)
 
 
 def _at_odd_elements(rows: torch.Tensor) -> torch.Tensor:
@@ -215,6 +216,10 @@ def _binary(name: str, width: int, rows: int, *, quick: bool = True) -> TritonBi
         },
         aligned=[k for k in signature if k not in ("inverse_global", "tokens", "slots")],
         options={"num_warps": 2 if rows == 1 else 4},
+        required={
+            "sm90": ("HMNMX2.XORSIGN",),
+            **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
+        },
         quick=quick,
     )
 
