@@ -24,4 +24,12 @@ KERNELS = (
         arch=COMPILED,
         peers=("sglang-dequantize", "sglang-requantize"),
     ),
+    Kernel(
+        op="kv4_compact",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_compact:OP",
+        sentence="Lists the distinct rows of a batch of top-k tables once and renumbers the tables, without a synchronisation.",
+        arch=COMPILED,
+        peers=("torch-sort",),
+    ),
 )
