@@ -157,6 +157,7 @@ LATENT, ROPE = _tokens(2)
         (ValueError, "rope: expected .2, 64. for rows of 352 bytes, got None", {"rope": None}),
         (ValueError, "rope: rows of 288 bytes have none", {"pool": POOL.new_zeros(4, 288)}),
         (ValueError, "global_scale is a power of two in .*, got 0.3", {"global_scale": 0.3}),
+        (ValueError, "scale_choice is 'amax' or 'mse', got 'max'", {"scale_choice": "max"}),
         (ValueError, "global_scale is a power of two in .*, got -1.0", {"global_scale": -1.0}),
         (ValueError, "global_scale is a power of two in .*, got nan", {"global_scale": float("nan")}),
     ],

@@ -10,16 +10,16 @@
             deterministic. Ids that are negative or beyond the pool are skipped. An id that stands twice gets bytes of either
             token; which, is not defined, and rows of equal content are safe.
 *Bytes*     a token: 1024 latent + 128 rope + 4 or 8 id read, 352 written: 1512 with int64 ids (288-byte rows: 1320). At T = 64
-            97 kB, 4096 6.2 MB, 65,536 99 MB. Bound by memory, if a value costs less than about 18 instructions: at 4.25 TB/s
-            (*reported* best copy of an H200) 65,536 tokens take 23.3 µs, in which 132 × 128 lanes at 1.75 GHz issue 18 for each
-            of 576 values.
-*Tiles*     a thread takes 16 bytes of latent (8 values) and shares a block's amax with its neighbour by one shuffle, so 64 threads
-            are a row. Up to 128 tokens a program is one row on 2 warps: the load of the id and of the values are independent and
-            one latency long. Above, 4 rows on 4 warps: two 16-byte loads of a thread under way, 32 KB a multiprocessor at half
-            occupancy, which covers 4.8 TB/s × 0.7 µs.
-*Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + two dependent latencies of memory, 2.5 µs; T = 4096: 1.5 µs of bytes on
-            top, 4 µs; T = 65,536: 26 µs (90 % of the roof).
-*Numerics*  bit for bit `reference`: the formats' encoder. A NaN makes its block of 16 NaN, inf saturates and leaves its neighbours
+            97 kB, 4096 6.2 MB, 65,536 99 MB. At 4.25 TB/s (*reported* best copy of an H200) 65,536 tokens take 23.3 µs, in which
+            132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values: bound by memory below that.
+*Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id and of values do not wait for each
+            other, one latency. Above, 8 rows on 4 warps: a thread has 32 neighbouring values, so two whole blocks: no exchange
+            between threads at all, 16 bytes a store, four 16-byte loads under way. The machine code for sm90 has 424
+            instructions, 11.8 a value (sm100: 360), for one row 23.
+*Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 200 instructions, 2.5 µs; T = 4096: 1.5 µs of
+            bytes and 1 µs of instructions on top, 3.6 µs; T = 65,536: 15 µs of instructions under 23.3 of bytes, 27 µs (86 % of the
+            roof).
+*Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf saturates and leaves its neighbours
             finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0 keeps its sign; a NaN in rope is 0x7f.
 *Arch*      see catalog.py. On sm90 E2M1 is rounded in packed fp16 arithmetic, on sm100 and later by `cvt.rn.satfinite.e2m1x2.f32`;
             gfx950 and the interpreter do the former one number at a time.
@@ -27,23 +27,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import (
+    block_factor,
     block_scale,
     check_global_scale,
     four_bit_format,
     native,
     pack_e2m1,
     pack_e4m3x2,
+    search_scale,
     words,
 )
 from numinous_tooling.formats import LATENT_DIM, RowFormat
 from numinous_tooling.workbench import Tensors, Traffic
 
-__all__ = ["kv4_write", "reference", "traffic"]
+__all__ = ["ScaleChoice", "kv4_write", "reference", "traffic"]
+
+ScaleChoice = Literal["amax", "mse"]
 
 ROPE_NONE, ROPE_E4M3, ROPE_BF16 = 0, 1, 2
 ROPE_MODES = {288: ROPE_NONE, 352: ROPE_E4M3, 416: ROPE_BF16}
@@ -63,15 +69,15 @@ def reference(
     rope: torch.Tensor | None = None,
     *,
     global_scale: float = 1.0,
+    scale_choice: ScaleChoice = "amax",
 ) -> Tensors:
     """Specification in torch; writes into `pool` [slots, width] and returns it as ``pool``.
 
     Of an id that stands twice, one token is written.
     """
     row = four_bit_format(pool.shape[-1])
-    rows = row.pack(
-        latent, rope, global_scale=None if global_scale == 1.0 else check_global_scale(global_scale)
-    )
+    above = None if global_scale == 1.0 else check_global_scale(global_scale)
+    rows = row.pack(latent, rope, global_scale=above, scale_choice=scale_choice)
     keep = (loc > 0) & (loc < pool.shape[0])
     pool[loc[keep].long()] = rows[keep]
     return {"pool": pool}
@@ -102,6 +108,7 @@ def _kv4_write_kernel(
     inverse_global,
     ROWS: tl.constexpr,  # of a program
     ROPE: tl.constexpr,  # 0 none, 1 E4M3, 2 bf16
+    SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -118,10 +125,14 @@ def _kv4_write_kernel(
     low, high = pair << 16, pair & 0xFFFF0000  # fp32 bits of the even and of the odd columns
     size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
     amax = tl.max(size, axis=2).to(tl.uint32)  # [ROWS, 32]; the bits are ordered as the numbers
-    codes, factor = block_scale(amax, inverse_global, NATIVE)
+    codes = block_scale(amax, inverse_global, NATIVE)
+    even, odd = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    if SEARCH:
+        codes = search_scale(codes, even, odd, inverse_global)
+    factor = block_factor(codes, inverse_global, NATIVE)
     packed = pack_e2m1(
-        low.to(tl.float32, bitcast=True),
-        high.to(tl.float32, bitcast=True),
+        even,
+        odd,
         tl.broadcast_to(factor[:, :, None], [ROWS, 32, 8]),
         NATIVE,
     )
@@ -152,6 +163,7 @@ def kv4_write(
     rope: torch.Tensor | None = None,
     *,
     global_scale: float = 1.0,
+    scale_choice: ScaleChoice = "amax",
 ) -> None:
     """Quantise tokens and write them as rows of the pool; allocates nothing for inputs whose rows are contiguous.
 
@@ -161,10 +173,11 @@ def kv4_write(
         latent: bf16 [T, 512] or [T, 1, 512], any strides.
         rope: bf16 [T, 64] or [T, 1, 64], any strides; None or with no columns for 288-byte rows.
         global_scale: a power of two that multiplies on decoding; the row does not hold it.
+        scale_choice: "amax", or "mse": of 13 scales for a block the one of least squared error. About 300 instructions a value more.
 
     Raises:
         TypeError: a dtype is not the one named.
-        ValueError: shapes, strides or devices do not fit, or `global_scale` is no power of two.
+        ValueError: shapes, strides or devices do not fit, `global_scale` is no power of two, or `scale_choice` is another word.
     """
     row, pool = checked_pool(pool)
     if loc.dtype not in (torch.int32, torch.int64):
@@ -184,6 +197,8 @@ def kv4_write(
         rope_words = _words_of("rope", rope, tokens, row.rope_dim, pool)
     elif rope is not None and rope.numel():
         raise ValueError(f"rope: rows of {row.width} bytes have none, got {list(rope.shape)}")
+    if scale_choice not in ("amax", "mse"):
+        raise ValueError(f"scale_choice is 'amax' or 'mse', got {scale_choice!r}")
     inverse_global = 1.0 / check_global_scale(global_scale)
     if not tokens:
         return
@@ -202,6 +217,7 @@ def kv4_write(
         inverse_global,
         ROWS=rows,
         ROPE=ROPE_MODES[row.width],
+        SEARCH=scale_choice == "mse",
         NATIVE=native(pool.device),
         num_warps=2 if rows == 1 else 4,
     )

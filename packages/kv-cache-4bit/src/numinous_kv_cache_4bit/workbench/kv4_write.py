@@ -12,6 +12,7 @@ from numinous_kv_cache_4bit.kernels.codec import four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_write import (
     MANY_ROWS,
     ROPE_MODES,
+    ScaleChoice,
     kv4_write,
     reference,
     traffic,
@@ -23,6 +24,16 @@ from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 KERNEL = "numinous_kv_cache_4bit.kernels.kv4_write:_kv4_write_kernel"
 
 
+SPECIALS = 8
+EDGES: tuple[list[float], ...] = (
+    [0.0], [-0.0], [float("nan"), 1.0, -2.0], [float("inf"), 1.0], [1.0, float("-inf"), 5.0], [float("nan"), float("inf")], [1e-40], [3.3e38, -3e38, 1.0],
+    [4.8828125e-4], [4.9e-4, -1e-4], [2.0**-10], [1.5 * 2.0**-7, 2.0**-8],  # around the smallest scales
+    [6.0, 5.0, -3.5, 2.5, -1.75, 1.25, 0.75, -0.25],  # every tie, scale 1
+    [6.75, 5.625, -3.9375, 2.8125, -1.96875, 1.40625, 0.84375, -0.28125],  # every tie, scale 1.125
+    [2688.0, 2700.0, -1e4], [448.0, 464.0, -480.0, 0.0009765625, 17.0, 19.0],
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One call.
@@ -30,9 +41,11 @@ class Case:
     Args:
         ids: int32 or int64.
         slots: "all" are distinct and written; "edges" hold slot 0, negative ids, ids beyond the pool, and ids that stand twice.
-        values: "edges" holds zeros, NaN, inf, subnormals, the largest numbers and ties.
+        values: "edges" holds zeros, NaN, inf, subnormals, the largest numbers and ties; "specials" all of these but ties, between whose
+            scales the search decides by the last bit of a sum.
         layout: "plain"; "slices" of wider rows, ids and pool; "odd" starts at odd elements, which the kernel copies.
         scale: the global scale.
+        choice: of block scales.
     """
 
     tokens: int
@@ -42,6 +55,7 @@ class Case:
     values: str = "normal"
     layout: str = "plain"
     scale: float = 1.0
+    choice: ScaleChoice = "amax"
 
 
 def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
@@ -60,9 +74,10 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     )  # fmt: skip
     loc = 1 + torch.randperm(size - 1, generator=generator, device=device)[:tokens]
     both = (normal(tokens, 1, 512 + 64) * torch.exp2(2 * normal(512 + 64))).to(torch.bfloat16)
-    if case.values == "edges":
-        _set_edges(both[:, 0, :512])
-        _set_edges(both[:, 0, 512:])
+    if case.values != "normal":
+        edges = EDGES if case.values == "edges" else EDGES[:SPECIALS]
+        _set_edges(both[:, 0, :512], edges)
+        _set_edges(both[:, 0, 512:], edges)
     if case.slots == "edges" and tokens >= 8:
         outside = torch.tensor([0, -1, size, 0, -(2**31), 2**31 - 1], device=device)
         loc[: len(outside)] = outside
@@ -79,15 +94,7 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     return {"memory": memory, "loc": loc, "latent": latent, "rope": rope if row.rope_dim else None}
 
 
-def _set_edges(rows: torch.Tensor) -> None:
-    nan, inf = float("nan"), float("inf")
-    edges = (
-        [0.0], [-0.0], [nan, 1.0, -2.0], [inf, 1.0], [1.0, -inf, 5.0], [-nan, inf], [1e-40], [3.3e38, -3e38, 1.0],
-        [4.8828125e-4], [4.9e-4, -1e-4], [2.0**-10], [1.5 * 2.0**-7, 2.0**-8],  # around the smallest scales
-        [6.0, 5.0, -3.5, 2.5, -1.75, 1.25, 0.75, -0.25],  # every tie, scale 1
-        [6.75, 5.625, -3.9375, 2.8125, -1.96875, 1.40625, 0.84375, -0.28125],  # every tie, scale 1.125
-        [2688.0, 2700.0, -1e4], [448.0, 464.0, -480.0, 0.0009765625, 17.0, 19.0],
-    )  # fmt: skip
+def _set_edges(rows: torch.Tensor, edges: tuple[list[float], ...]) -> None:
     # The last rows are those that are written whatever the slots: each block of theirs begins with an edge, and is one
     # where the edge is a single number.
     blocks = rows.shape[1] // 16
@@ -116,7 +123,14 @@ def _reference(case: Case, inputs: Tensors) -> Tensors:
         for x in (inputs["latent"], inputs["rope"])
     )
     pool = pool_of(case, inputs)[:, 0]
-    reference(pool, inputs["loc"], latent, rope, global_scale=case.scale)
+    reference(
+        pool,
+        inputs["loc"],
+        latent,
+        rope,
+        global_scale=case.scale,
+        scale_choice=case.choice,
+    )
     return {"memory": inputs["memory"]}
 
 
@@ -152,7 +166,14 @@ def _compare_oracle(case: Case, got: Tensors, exact: Tensors) -> None:
 
 def _run(case: Case, inputs: Tensors) -> Tensors:
     pool = pool_of(case, inputs)
-    kv4_write(pool, inputs["loc"], inputs["latent"], inputs["rope"], global_scale=case.scale)
+    kv4_write(
+        pool,
+        inputs["loc"],
+        inputs["latent"],
+        inputs["rope"],
+        global_scale=case.scale,
+        scale_choice=case.choice,
+    )
     return {"memory": inputs["memory"]}
 
 
@@ -189,7 +210,9 @@ def _engine_bf16(case: Case, inputs: Tensors) -> Tensors:
 # --- Binaries -------------------------------------------------------------------------------------------------------
 
 
-def _binary(name: str, width: int, rows: int, *, quick: bool = True) -> TritonBinary:
+def _binary(
+    name: str, width: int, rows: int, *, search: bool = False, quick: bool = True
+) -> TritonBinary:
     rope = ROPE_MODES[width]
     pointers = {"latent_ptr": "*i32", "loc_ptr": "*i64", "pool_ptr": "*u8"}
     strides = ("latent_stride", "pool_stride") + (("rope_stride",) if rope else ())
@@ -210,6 +233,7 @@ def _binary(name: str, width: int, rows: int, *, quick: bool = True) -> TritonBi
             "loc_stride": 1,
             "ROWS": rows,
             "ROPE": rope,
+            "SEARCH": search,
             "NATIVE": 2,
             "sm90": {"NATIVE": 1},
             "gfx950": {"NATIVE": 0},
@@ -220,6 +244,8 @@ def _binary(name: str, width: int, rows: int, *, quick: bool = True) -> TritonBi
             "sm90": ("HMNMX2.XORSIGN",),
             **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
         },
+        # With many rows no exchange between threads but by shuffles.
+        forbidden={} if rows == 1 else dict.fromkeys(("sm90", "sm100", "sm120"), ("BAR",)),
         quick=quick,
     )
 
@@ -233,6 +259,8 @@ def _cases() -> tuple[Case, ...]:
         Case(4, 416, values="edges", layout="slices", scale=0.125),
         Case(8, slots="edges", values="edges", layout="slices", scale=1024.0),
         Case(9, 288, slots="edges", values="edges", ids="int32"),
+        Case(3, values="specials", choice="mse"),
+        Case(1, 288, choice="mse", scale=2.0),
         Case(129, 288, slots="edges"),  # several rows in a program, the last with one token
         Case(130, slots="edges", values="edges"),
     )
@@ -243,6 +271,7 @@ def _bench_cases() -> tuple[Case, ...]:
         *(Case(tokens) for tokens in (1, 16, 64, 512, 4096, 65536)),
         *(Case(tokens, 288) for tokens in (64, 4096, 65536)),
         Case(65536, 416),
+        *(Case(tokens, choice="mse") for tokens in (64, 4096)),
     )
 
 
@@ -265,6 +294,7 @@ OP = Op(
         _binary("few_352", 352, 1),
         _binary("many_352", 352, MANY_ROWS),
         _binary("many_288", 288, MANY_ROWS, quick=False),
+        _binary("few_352_mse", 352, 1, search=True, quick=False),
     ),
     bench_cases=_bench_cases(),
     bench_options={"l2": "rotate"},
