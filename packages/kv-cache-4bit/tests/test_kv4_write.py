@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.kernels.kv4_write import kv4_write, reference
+from numinous_kv_cache_4bit.kernels.kv4_write import ScaleChoice, kv4_write, reference
 from numinous_kv_cache_4bit.workbench.kv4_write import OP
 from numinous_tooling.formats import KV4, KV4_NO_ROPE
 from numinous_tooling.testing.kernels import KernelTests
@@ -98,12 +98,12 @@ def _every_middle(device: torch.device) -> torch.Tensor:
     return torch.nn.functional.pad(blocks, (0, 0, 0, -len(blocks) % 32)).view(-1, 512)
 
 
-def _rounds_as_the_reference(latent: torch.Tensor) -> None:
+def _rounds_as_the_reference(latent: torch.Tensor, choice: ScaleChoice = "amax") -> None:
     tokens = len(latent)
     loc = torch.arange(1, tokens + 1, device=latent.device)
     pool, want = torch.zeros(2, tokens + 1, 288, dtype=torch.uint8, device=latent.device)
-    kv4_write(pool, loc, latent)
-    reference(want, loc, latent)
+    kv4_write(pool, loc, latent, scale_choice=choice)
+    reference(want, loc, latent, scale_choice=choice)
     assert_bitwise_equal("pool", pool, want)
 
 
@@ -120,15 +120,45 @@ def test_every_middle(gpu: torch.device) -> None:
     _rounds_as_the_reference(_every_middle(gpu))
 
 
+def _few_values(device: torch.device) -> torch.Tensor:
+    """bf16 [8, 512]: blocks of three magnitudes each, for which scales far from that of amax are the best."""
+    generator = torch.Generator(device).manual_seed(1)
+    three = 0.2 + 0.8 * torch.rand(256, 3, generator=generator, device=device)
+    which = torch.randint(0, 3, (256, 16), generator=generator, device=device)
+    return three.gather(1, which).to(torch.bfloat16).view(8, 512)
+
+
+def test_the_search_goes_all_the_way() -> None:
+    latent = _few_values(torch.device("cpu"))
+    plain, best = (
+        KV4_NO_ROPE.split(KV4_NO_ROPE.pack(latent, scale_choice=choice))["scales"].int()
+        for choice in ("amax", "mse")
+    )
+    assert {-1, 0, 5, 6} <= set((best - plain).flatten().tolist())
+
+
+@pytest.mark.tier("interpret")
+def test_search_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_write.FEW_TOKENS", 0)
+    _rounds_as_the_reference(_few_values(torch.device("cpu")), "mse")
+
+
+@pytest.mark.tier("device")
+def test_search(gpu: torch.device) -> None:
+    _rounds_as_the_reference(_few_values(gpu), "mse")
+
+
 @pytest.mark.tier("device")
 def test_random_bits(gpu: torch.device) -> None:
     """Every bf16 bit pattern is equally likely: NaN, inf and subnormals among them."""
     bits = torch.randint(-(2**15), 2**15, (20000, 512), dtype=torch.int16, device=gpu)
     _rounds_as_the_reference(bits.view(torch.bfloat16))
-    # The same with blocks that hold no NaN and no inf, scaled into the range of the block scales.
-    values = bits.view(torch.bfloat16).float()
-    values = torch.where(values.isfinite(), values, 1.0).log2().nan_to_num().mul(8).exp2()
-    _rounds_as_the_reference(values.to(torch.bfloat16))
+    # Blocks without NaN and inf, with amax in and around the range of the block scales.
+    exponents = torch.randint(-14, 13, (20000, 32, 1), device=gpu) - torch.randint(
+        0, 6, (20000, 32, 16), device=gpu
+    )
+    values = (2 * torch.rand(20000, 32, 16, device=gpu) - 1) * torch.exp2(exponents.float())
+    _rounds_as_the_reference(values.to(torch.bfloat16).view(-1, 512))
 
 
 # --- Refusals -------------------------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def _bench_cases() -> tuple[Case, ...]:
         Case(queries, 2048, width, to)
         for width in (352, 288)
         for to in targets
-        for queries in (1, 16, 64)
+        for queries in (1, 64)
     )
 
 
