@@ -14,13 +14,14 @@
             132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values: bound by memory below that.
 *Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id and of values do not wait for each
             other, one latency. Above, 8 rows on 4 warps: a thread has 32 neighbouring values, so two whole blocks: no exchange
-            between threads at all, 16 bytes a store, four 16-byte loads under way. The machine code for sm90 has 424
-            instructions, 11.8 a value (sm100: 360), for one row 23.
+            between threads at all, 16 bytes a store, four 16-byte loads under way. The machine code for sm90 has 417
+            instructions, 11.6 a value (sm100: 348, 9.7), for one row 193, 21 a value.
 *Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 200 instructions, 2.5 µs; T = 4096: 1.5 µs of
             bytes and 1 µs of instructions on top, 3.6 µs; T = 65,536: 15 µs of instructions under 23.3 of bytes, 27 µs (86 % of the
             roof).
-*Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf saturates and leaves its neighbours
-            finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0 keeps its sign; a NaN in rope is 0x7f.
+*Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
+            saturates and leaves its neighbours finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0
+            keeps its sign; a NaN in rope is 0x7f.
 *Arch*      see catalog.py. On sm90 E2M1 is rounded in packed fp16 arithmetic, on sm100 and later by `cvt.rn.satfinite.e2m1x2.f32`;
             gfx950 and the interpreter do the former one number at a time.
 """
@@ -173,7 +174,7 @@ def kv4_write(
         latent: bf16 [T, 512] or [T, 1, 512], any strides.
         rope: bf16 [T, 64] or [T, 1, 64], any strides; None or with no columns for 288-byte rows.
         global_scale: a power of two that multiplies on decoding; the row does not hold it.
-        scale_choice: "amax", or "mse": of 13 scales for a block the one of least squared error. About 300 instructions a value more.
+        scale_choice: "amax", or "mse": of 13 scales for a block the one of least squared error. About 400 instructions a value more (*derived*).
 
     Raises:
         TypeError: a dtype is not the one named.

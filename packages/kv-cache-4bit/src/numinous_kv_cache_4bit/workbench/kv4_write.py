@@ -26,7 +26,8 @@ KERNEL = "numinous_kv_cache_4bit.kernels.kv4_write:_kv4_write_kernel"
 
 SPECIALS = 8
 EDGES: tuple[list[float], ...] = (
-    [0.0], [-0.0], [float("nan"), 1.0, -2.0], [float("inf"), 1.0], [1.0, float("-inf"), 5.0], [float("nan"), float("inf")], [1e-40], [3.3e38, -3e38, 1.0],
+    [0.0], [-0.0], [float("nan"), 1.0, -2.0], [float("inf"), 1.0], [1.0, float("-inf"), 5.0],
+    [float("nan"), float("inf")], [1e-40], [3.3e38, -3e38, 1.0],
     [4.8828125e-4], [4.9e-4, -1e-4], [2.0**-10], [1.5 * 2.0**-7, 2.0**-8],  # around the smallest scales
     [6.0, 5.0, -3.5, 2.5, -1.75, 1.25, 0.75, -0.25],  # every tie, scale 1
     [6.75, 5.625, -3.9375, 2.8125, -1.96875, 1.40625, 0.84375, -0.28125],  # every tie, scale 1.125
