@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of this package; loads without torch."""
+
+from __future__ import annotations
+
+from numinous_tooling.catalog import Kernel
+
+COMPILED = dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled")
+
+KERNELS = (
+    Kernel(
+        op="kv4_write",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_write:OP",
+        sentence="Quantises MLA latent and rope of new tokens to packed 4-bit rows and writes them at their slots.",
+        arch=COMPILED,
+        peers=("sglang-fp8", "sglang-bf16"),
+    ),
+    Kernel(
+        op="kv4_gather",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_gather:OP",
+        sentence="Gathers 4-bit MLA rows by index into FlashMLA's FP8 rows or into bf16 rows.",
+        arch=COMPILED,
+        peers=("sglang-dequantize", "sglang-requantize"),
+    ),
+    Kernel(
+        op="kv4_compact",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_compact:OP",
+        sentence="Lists the distinct rows of a batch of top-k tables once and renumbers the tables, without a synchronisation.",
+        arch=COMPILED,
+        peers=("torch-sort",),
+    ),
+)

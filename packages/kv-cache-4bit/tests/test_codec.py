@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Properties of the 4-bit row and of its way to the engine's FP8 rows; the codes themselves are tested in the tooling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from numinous_kv_cache_4bit.kernels.codec import (
+    ROWS,
+    check_global_scale,
+    four_bit_format,
+    requantize_fp8,
+    stock_fp8_of,
+)
+from numinous_tooling.formats import KV4, KV4_BF16_ROPE, KV4_NO_ROPE, RowFormat
+
+E2M1_STEPS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _latent(rows: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    """bf16 [rows, 512] whose columns have magnitudes of their own, as latents do."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = torch.exp2(spread * torch.randn(512, generator=generator))
+    return (torch.randn(rows, 512, generator=generator) * columns).to(torch.bfloat16)
+
+
+def _rope(row: RowFormat, rows: int) -> torch.Tensor | None:
+    if not row.rope_dim:
+        return None
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(rows, row.rope_dim, generator=generator).to(torch.bfloat16)
+
+
+def _every_product() -> torch.Tensor:
+    """Rows that hold each E2M1 code under each finite scale code."""
+    rows = torch.zeros(8, KV4_NO_ROPE.width, dtype=torch.uint8)
+    fields = KV4_NO_ROPE.split(rows)
+    fields["scales"].copy_(torch.arange(256).clamp(max=126).view(8, 32))
+    fields["latent"].view(8, 32, 8).copy_(
+        torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
+    )
+    return rows
+
+
+def test_decoding_to_bf16_is_exact() -> None:
+    rows = _every_product()
+    exact, _ = KV4_NO_ROPE.unpack(rows, dtype=torch.float32)
+    rounded, _ = KV4_NO_ROPE.unpack(rows)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded.float(), exact)
+    assert exact.abs().max() == 2688.0
+    assert exact[exact > 0].min() == 2.0**-10
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.width))
+@pytest.mark.parametrize("choice", ["amax", "mse"])
+def test_error_of_a_block(row: RowFormat, choice: str) -> None:
+    """Each value lands on the nearest of its block's fifteen; about 9 % of the latent is lost, and mse loses less."""
+    latent = _latent(16, spread=0.5)
+    rows = row.pack(latent, _rope(row, 16), scale_choice=choice)
+    decoded, _ = row.unpack(rows, dtype=torch.float32)
+    scale = row.split(rows)["scales"].view(torch.float8_e4m3fn).float()
+    grid = scale.repeat_interleave(16, -1)[..., None] * torch.cat([-E2M1_STEPS, E2M1_STEPS])
+    nearest = (grid - latent.float()[..., None]).abs().amin(-1)
+    assert torch.equal((decoded - latent.float()).abs(), nearest)
+    noise = (decoded - latent.float()).norm() / latent.float().norm()
+    plain, _ = row.unpack(row.pack(latent, _rope(row, 16)), dtype=torch.float32)
+    assert 0.07 < noise < 0.11
+    assert noise <= (plain - latent.float()).norm() / latent.float().norm()
+
+
+def test_rope_saturates_or_is_exact() -> None:
+    rope = torch.tensor([500.0, -1e4, float("inf"), 448.0, 1.0625, -0.0] + [0.0] * 58)
+    rope = rope.to(torch.bfloat16)[None]
+    latent = _latent(1)
+    narrow = KV4.unpack(KV4.pack(latent, rope))[1][0, :6]
+    assert narrow.tolist() == [448.0, -448.0, 448.0, 448.0, 1.0, 0.0]
+    assert torch.equal(KV4_BF16_ROPE.unpack(KV4_BF16_ROPE.pack(latent, rope))[1], rope)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.width))
+def test_rows_do_not_know_each_other(row: RowFormat) -> None:
+    latent, rope = _latent(12), _rope(row, 12)
+    together = row.pack(latent, rope)
+    for index in (0, 5, 11):
+        alone = row.pack(latent[index], None if rope is None else rope[index])
+        assert torch.equal(alone, together[index])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.width))
+def test_nan_and_inf_stay_in_their_block(row: RowFormat) -> None:
+    latent, rope = _latent(3), _rope(row, 3)
+    clean, _ = row.unpack(row.pack(latent, rope))
+    latent[0, 20], latent[1, 40] = float("nan"), float("-inf")
+    decoded, _ = row.unpack(row.pack(latent, rope))
+    assert decoded[0, 16:32].isnan().all()
+    assert decoded[1, 40] == -2688.0
+    assert decoded[1].isfinite().all()
+    other = torch.ones(3, 512, dtype=torch.bool)
+    other[0, 16:32] = other[1, 32:48] = False
+    assert torch.equal(decoded[other], clean[other])
+
+
+@pytest.mark.parametrize("scale", [2.0**-6, 0.5, 2.0, 2.0**10])
+def test_a_global_scale_moves_the_range_and_no_rounding(scale: float) -> None:
+    """Rows of latent × g under the global scale g are the rows of latent: all work can be left to the softmax scale."""
+    latent = _latent(16)
+    scaled = (latent.float() * scale).to(torch.bfloat16)
+    rows = KV4_NO_ROPE.pack(scaled, global_scale=check_global_scale(scale))
+    assert torch.equal(rows, KV4_NO_ROPE.pack(latent))
+
+
+def test_global_scale_opens_the_range() -> None:
+    latent = (_latent(4).float() * 2.0**-14).to(torch.bfloat16)
+    assert (KV4_NO_ROPE.unpack(KV4_NO_ROPE.pack(latent))[0] == 0).float().mean() > 0.5
+    decoded, _ = KV4_NO_ROPE.unpack(KV4_NO_ROPE.pack(latent, global_scale=2.0**-14))
+    decoded = decoded.float() * 2.0**-14
+    assert (decoded - latent.float()).norm() < 0.11 * latent.float().norm()
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, 3.0, 2.0**65, 2.0**-65, float("inf"), float("nan")])
+def test_global_scale_refusals(scale: float) -> None:
+    with pytest.raises(ValueError, match="global_scale is a power of two in"):
+        check_global_scale(scale)
+
+
+# --- Requantisation -------------------------------------------------------------------------------------------------
+
+
+def _both(row: RowFormat, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values of 4-bit rows and of their FP8 rows, and the FP8 scales [rows, 4]."""
+    stock = stock_fp8_of(row)
+    out = requantize_fp8(rows)
+    assert out.shape[-1] == stock.width
+    exact, _ = row.unpack(rows, dtype=torch.float32)
+    decoded, _ = stock.unpack(out, dtype=torch.float32)
+    return exact, decoded, stock.split(out)["scales"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.width))
+@pytest.mark.parametrize(("spread", "share"), [(0.5, 0.3), (2.0, 0.7), (4.0, 0.7)])
+def test_requantised_error_is_below_that_of_four_bits(
+    row: RowFormat, spread: float, share: float
+) -> None:
+    latent = _latent(32, spread=spread)
+    rows = row.pack(latent, _rope(row, 32))
+    exact, decoded, scales = _both(row, rows)
+    shared = scales.repeat_interleave(128, -1)
+    error = (decoded - exact).abs()
+    normal = exact.abs() >= shared * 2.0**-6
+    assert (error <= torch.where(normal, exact.abs() / 17, shared * 2.0**-10)).all()
+    assert (error == 0).float().mean() > 0.5
+    # Where a few columns hold most of the norm, 4 bits happen to meet them well.
+    assert error.norm() < share * (exact - latent.float()).norm()
+    # The scale is a power of two, which bf16 holds, and no smaller one would do.
+    assert (torch.frexp(scales).mantissa == 0.5).all()
+    largest = 6 * row.split(rows)["scales"].view(torch.float8_e4m3fn).float()
+    largest = largest.unflatten(-1, (4, 8)).amax(-1)
+    assert (largest <= 448 * scales).all()
+    assert ((largest > 224 * scales) | (scales == 2.0**-12)).all()
+
+
+def test_requantised_products() -> None:
+    """Under one scale for a group, all of ±0.5, 1, 2, 4 and three mantissas of ±1.5, 3, 6 survive unrounded."""
+    rows = torch.zeros(126, KV4_NO_ROPE.width, dtype=torch.uint8)
+    fields = KV4_NO_ROPE.split(rows)
+    codes = torch.arange(1, 127, dtype=torch.uint8)
+    fields["scales"].copy_(codes[:, None])
+    fields["latent"].copy_(_every_product()[0, :8].repeat(32))
+    exact, decoded, _ = _both(KV4_NO_ROPE, rows)
+    elements = exact[:, :8] / exact[:, 2:3]
+    survives = (decoded == exact)[:, :8]
+    even = torch.isin(elements, torch.tensor([0.0, 0.5, 1.0, 2.0, 4.0]))
+    # Mantissas 8 … 15 of 4 bits; those below 8 are the subnormal scales, shorter still.
+    mantissa = torch.where(codes < 8, codes, 8 + codes % 8)
+    while bool((even_mantissa := (mantissa % 2 == 0) & (mantissa > 0)).any()):
+        mantissa = torch.where(even_mantissa, mantissa // 2, mantissa)
+    short = torch.isin(mantissa, torch.tensor([1, 3, 5], dtype=torch.uint8))
+    assert torch.equal(survives, even | short[:, None])
+
+
+def test_requantised_zeros_and_nan() -> None:
+    latent = _latent(2)
+    latent[0] = 0.0
+    latent[1, 130] = float("nan")
+    exact, decoded, scales = _both(KV4_NO_ROPE, KV4_NO_ROPE.pack(latent))
+    assert torch.equal(decoded[0], exact[0])
+    assert scales[0].tolist() == [2.0**-12] * 4
+    assert decoded[1, 128:144].isnan().all()
+    assert decoded[1].isnan().sum() == 16
+    assert scales.isfinite().all()
+
+
+def test_widths() -> None:
+    assert [row.width for row in ROWS] == [352, 288, 416]
+    assert [stock_fp8_of(row).width for row in ROWS] == [656, 528, 656]
+    with pytest.raises(ValueError, match=r"rows of 656 bytes are not 4-bit; known: 352 \(kv4\)"):
+        four_bit_format(656)
