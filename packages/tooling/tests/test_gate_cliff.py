@@ -233,7 +233,7 @@ def outcome(rates: list[float], **changes: Any) -> Outcome:
     fields: dict[str, Any] = {
         "records": records,
         "wall_s": 5.0,
-        "cpu_s": 0.1,
+        "cpu_share": 0.1,
         "lag_p99_s": 0.001,
         "lag_max_s": 0.001,
         "other_cores": 0.0,

@@ -273,6 +273,7 @@ class CliffRun:
             "limit_tok_s_user": options.limit,
             "contexts": list(options.contexts),
             "max_concurrency": options.max_concurrency,
+            "clients": options.clients,
             "resolution": options.resolution,
             "tolerance": options.tolerance,
             "order": options.order,
@@ -370,6 +371,7 @@ def add_parser(commands: Any) -> None:
             metavar="DTYPE",
             help=f"row format of arm {letter.upper()} for --pool-bytes; left out: from --kv-cache-dtype",
         )
+    shared.add_clients_option(cliff)
     add(
         "--max-client-lag",
         type=shared.not_negative,
@@ -434,6 +436,7 @@ def _cliff_options(options: argparse.Namespace, arguments: Sequence[str]) -> Cli
         contexts=contexts,
         limit=options.limit,
         max_concurrency=options.max_concurrency,
+        clients=options.clients,
         output=options.output or output,
         probe_s=options.probe_seconds,
         resolution=options.resolution,

@@ -82,7 +82,8 @@ CONFIDENCE = 1 - FAMILY_ALPHA
 POWER = 0.80
 MIN_PAIRS = 4
 MAX_FURTHER = 20
-# The client's p99 lag may be this share of the median time per output token, or this many seconds.
+# The client's p99 lag may be this share of the median time per output token, or this many seconds: docs/methodology.md
+# says why.
 LAG_SHARE = 0.25
 LAG_FLOOR_S = 0.010
 
