@@ -7,13 +7,19 @@ import functools
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from numinous_tooling.gate.errors import GateError
+
 QUERY_TIMEOUT_S = 120.0
+COMMIT = "NUMINOUS_COMMIT"
+_COMMIT = re.compile(r"(?P<commit>[0-9a-f]{40})(?P<dirty>-dirty)?")
 
 # Distribution metadata only: importing torch just to ask its version would take seconds.
 _VERSIONS = """
@@ -100,9 +106,17 @@ def machine() -> dict[str, Any]:
 
 
 class Started:
-    """The beginning of a run; says what its verdict must about where, when and by what command it was made."""
+    """The beginning of a run; says what its verdict must about where, when and by what command it was made.
+
+    Raises:
+        GateError: ``NUMINOUS_COMMIT`` names no commit; better said before the run than after it.
+    """
 
     def __init__(self) -> None:
+        try:
+            self._git = source_state(Path(__file__).parent, os.environ)
+        except ValueError as error:
+            raise GateError(str(error)) from error
         self.utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._at_s = time.monotonic()
 
@@ -110,7 +124,7 @@ class Started:
         """Return the fields that end every verdict; the seconds are those up to now."""
         return {
             "machine": machine(),
-            "git": git_state(Path(__file__).parent),
+            "git": self._git,
             "command": command,
             "started_utc": self.utc,
             "elapsed_s": round(time.monotonic() - self._at_s, 1),
@@ -141,3 +155,27 @@ def git_state(folder: Path, *pathspec: str) -> dict[str, Any] | None:
         return None
     changes = _output(["git", "-C", str(folder), "status", "--porcelain", "--", *pathspec])
     return {"commit": commit, "dirty": bool(changes)}
+
+
+def source_state(folder: Path, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Commit of the checkout around `folder` and whether it is dirty; records that were just written do not count.
+
+    ``NUMINOUS_COMMIT`` says it where set: on a host whose copy has no repository, or one that was left behind. 40 hex digits,
+    with ``-dirty`` at the end where that holds (``git describe --always --abbrev=40 --exclude='*' --dirty`` prints it so).
+
+    Raises:
+        ValueError: the variable says something else.
+    """
+    if said := environ.get(COMMIT):
+        found = _COMMIT.fullmatch(said)
+        if found is None:
+            raise ValueError(
+                f"{COMMIT} is {said!r}; want 40 hex digits, then -dirty where that holds"
+            )
+        return {"commit": found["commit"], "dirty": bool(found["dirty"])}
+    for root in folder.resolve().parents:
+        # A repository that merely holds an environment in which we are installed says nothing about us.
+        ours = (root / ".git").exists() and (root / "packages" / "tooling").is_dir()
+        if ours and (state := git_state(root, ":(top)", ":(top,exclude)evidence")):
+            return state
+    return {"commit": None, "dirty": None}
