@@ -65,6 +65,7 @@ class QuietServer:
     url = "http://127.0.0.1:1"
     local = False
     headers: Mapping[str, str] = MappingProxyType({})
+    log = None
 
     def check_alive(self) -> None: ...
 

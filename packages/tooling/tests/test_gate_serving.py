@@ -257,6 +257,27 @@ def test_feature_that_never_ran_fails(bench: Bench, capsys: pytest.CaptureFixtur
     assert f"B1: {FEATURE} never ran" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("log", "code", "line"),
+    [
+        ("--graph-log True", 2, "ran in CUDA graphs alone: it engaged 9 times while they were"),
+        ("--graph-log False", 1, "never ran (engaged 9 at the start, no batch came from a CUDA"),
+        ("", 2, "engaged 9 times before the measurement alone, and no log shows whether"),
+    ],
+    ids=["graphs", "eager", "no log"],
+)
+def test_what_a_captured_feature_is_worth(bench: Bench, log: str, code: int, line: str) -> None:
+    assert bench.run("--flags-b", f"--captured 9 {log}", "--order", "AB") == code
+    verdict = bench.verdict()
+    # Where it ran, only repeats are missing.
+    ran = log.endswith("True")
+    lines = verdict["notes"] if ran else verdict["reasons"]
+    assert any(f"B1: {FEATURE} {line}" in text for text in lines)
+    assert ran != any(FEATURE in reason for reason in verdict["reasons"])
+    figures = verdict["arms"]["B"]["figures"]
+    assert (figures["counters"], figures["counters_at_start"]) == ({}, {FEATURE: {"engaged": 9}})
+
+
 def test_counters_in_a_stock_arm_are_inconclusive(bench: Bench) -> None:
     assert bench.run("--order", "AB", "--flags-a", "--always-engage") == 2
     assert "A1 is stock but shows counters" in bench.verdict()["reasons"][0]

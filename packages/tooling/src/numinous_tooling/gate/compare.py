@@ -44,7 +44,16 @@ _NOT_SETTINGS = {
     "not_measured",
     "server_log_tail",
 }
-_NOT_SETTINGS_OF_ARM = {"figures", "valid_answers", "counters", "ready_s", "command", "url"}
+_NOT_SETTINGS_OF_ARM = {
+    "figures",
+    "valid_answers",
+    "counters",
+    "counters_at_start",
+    "graph_batches",
+    "ready_s",
+    "command",
+    "url",
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.client import RequestRecord, divide
-from numinous_tooling.gate.engaged import Counters
+from numinous_tooling.gate.engaged import Counters, log_size
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.gauges import GaugeSampler
 from numinous_tooling.gate.progress import Progress
@@ -44,6 +44,8 @@ class Outcome:
     lag_max_s: float
     other_cores: float
     counters_before: Counters
+    log_from: int
+    """Bytes of the server's log before the replay."""
     agreed: dict[str, Any] = field(default_factory=dict)
     gauges: dict[str, Any] = field(default_factory=dict)
 
@@ -102,6 +104,7 @@ class Conversation:
         before: Counters = {}
         agreed: dict[str, Any] = {}
         started = False
+        log_from = 0
         load = self._other_load()
         chunks = -1
         moved_s = time.monotonic()
@@ -133,6 +136,7 @@ class Conversation:
                     if all(known.warm for known in clients):
                         started = True
                         before = self._counters()
+                        log_from = log_size(self._server.log)
                         self._progress.phase("replaying")
                         start_sampling()
                         load = self._other_load()
@@ -163,6 +167,7 @@ class Conversation:
                             lag_max_s=max(end["lag"]["max_s"] for end in ends),
                             other_cores=load.cores(),
                             counters_before=before,
+                            log_from=log_from,
                             agreed=agreed,
                         )
             now_s = time.monotonic()

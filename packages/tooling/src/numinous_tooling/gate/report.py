@@ -57,9 +57,9 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
             cells.append(text)
         return label, cells
 
-    def counts(figure: dict[str, Any], refused: bool) -> str:
+    def counts(figure: dict[str, Any], refused: bool, when: str = "counters") -> str:
         parts = []
-        for feature, counter in sorted(figure["counters"].items()):
+        for feature, counter in sorted(figure[when].items()):
             for key, count in sorted(counter.items()):
                 if (key != "engaged") == refused:
                     parts.append(
@@ -101,6 +101,10 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("errors", [str(figure["pooled"]["errors"]) for figure in figures]),
         ("short answers", [str(figure["pooled"]["short_answers"]) for figure in figures]),
         ("engaged", [counts(figure, False) for figure in figures]),
+        (
+            "engaged before, CUDA graphs",
+            [counts(figure, False, "counters_at_start") for figure in figures],
+        ),
         ("refused", [counts(figure, True) for figure in figures]),
     ]
 

@@ -18,7 +18,13 @@ from numinous_tooling.gate import floor, folder, prompts, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
-from numinous_tooling.gate.engaged import Counters, CountersReader, counted_between, read_counters
+from numinous_tooling.gate.engaged import (
+    Counters,
+    CountersReader,
+    counted_between,
+    graph_batches,
+    read_counters,
+)
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
 from numinous_tooling.gate.plan import (
@@ -48,7 +54,7 @@ from numinous_tooling.gate.servers import (
     free_port,
     served_model,
 )
-from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
+from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare, proof_of_runs
 
 WARMUP_REQUESTS = 4
 LOG_HEAD_LINES = LOG_FOOT_LINES = 300
@@ -270,6 +276,7 @@ class _Run:
                 options.start_timeout_s,
                 lambda elapsed: self.progress.phase(f"{waiting} ({elapsed:.0f} s)"),
             )
+            at_start = self._counters(state_dir)
             info = server.info()
             outcome = self._replay(server, name, repeat, state_dir, self._dp_size(server, info))
             if arm.url is None:
@@ -297,6 +304,8 @@ class _Run:
             gauges=outcome.gauges,
             client_cpu_share=outcome.cpu_share,
             drift=None if options.workload.is_text else drift,
+            counters_at_start=at_start,
+            graph_batches=graph_batches(server.log, outcome.log_from),
         )
         run.doubts = _doubts_of(run)
         self.runs.append(run)
@@ -323,6 +332,8 @@ class _Run:
                 "other_cores": round(run.other_cores, 2),
                 "bad_answers": run.bad_answers,
                 "counters": counters,
+                "counters_at_start": at_start,
+                "graph_batches": run.graph_batches,
             }
         )
         if server.log and not options.keep_logs and not run.bad_answers:
@@ -463,7 +474,8 @@ class _Run:
             for slot in self.slots
             if not slot["cache_flushed"] and self.options.flush != "never"
         ]
-        return notes
+        tested = [run for run in self.runs if run.arm == "B"]
+        return [*notes, *proof_of_runs(tested, self.options.arms["B"].features).notes]
 
     def write_unfinished(self, reason: str, tail: str | None) -> None:
         """Leave a verdict.json that says why there is no verdict."""
