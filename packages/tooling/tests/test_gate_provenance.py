@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,30 @@ def test_no_run_begins_under_a_commit_that_is_none(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("NUMINOUS_COMMIT", "main")
     with pytest.raises(GateError, match="NUMINOUS_COMMIT is 'main'; want 40 hex digits"):
         provenance.Started()
+
+
+def test_versions_say_what_torch_was_built_for(tmp_path: Path) -> None:
+    """From the distribution's files alone: importing torch would take seconds."""
+    (tmp_path / "torch").mkdir()
+    info = tmp_path / "torch-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    texts = {
+        "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n": "13.0",
+        "cuda: Optional[str] = None\nhip: Optional[str] = '7.1'\n": "hip 7.1",
+        "cuda = None\nhip = None\n": None,
+    }
+    for text, built in texts.items():
+        (tmp_path / "torch" / "version.py").write_text(text)
+        provenance.versions_of.cache_clear()
+        versions = provenance.versions_of(str(python))
+        assert versions is not None
+        assert (versions["torch"], versions.get("cuda")) == ("9.9", built)
+
+
+def test_machine_names_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "driver_version", lambda: "580.1")
+    assert provenance.machine()["driver"] == "580.1"

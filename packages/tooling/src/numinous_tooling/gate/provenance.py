@@ -21,15 +21,22 @@ QUERY_TIMEOUT_S = 120.0
 COMMIT = "NUMINOUS_COMMIT"
 _COMMIT = re.compile(r"(?P<commit>[0-9a-f]{40})(?P<dirty>-dirty)?")
 
-# Distribution metadata only: importing torch just to ask its version would take seconds.
-_VERSIONS = """
-import json, platform
+# Nothing is imported: torch would take seconds. Which CUDA or HIP it was built for stands in a file of its own.
+_VERSIONS = r"""
+import json, platform, re
 from importlib.metadata import distributions
 wanted = ("sglang", "sglang-kernel", "torch", "triton", "transformers", "flashinfer-python")
 found = {"python": platform.python_version()}
 for dist in distributions():
     name = (dist.name or "").lower().replace("_", "-")
     if name in wanted or name.startswith("numinous-"):
+        if name == "torch" and name not in found:
+            try:
+                text = open(dist.locate_file("torch/version.py")).read()
+            except OSError:
+                text = ""
+            for kind, built in re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]([^'\"]+)", text, re.M):
+                found["cuda"] = built if kind == "cuda" else "hip " + built
         found.setdefault(name, dist.version)  # the first on the path is the one that is imported
 print(json.dumps(found))
 """
@@ -54,7 +61,7 @@ def _output(command: list[str]) -> str | None:
 
 @functools.cache
 def versions_of(python: str) -> dict[str, str] | None:
-    """Return the versions that an interpreter would serve with; None where it cannot be asked."""
+    """Return the versions that an interpreter would serve with, `cuda` among them; None where it cannot be asked."""
     text = _output([python, "-c", _VERSIONS])
     try:
         versions: dict[str, str] = json.loads(text or "")
@@ -88,7 +95,7 @@ def torch_sees_gpu(python: str) -> bool:
 
 
 def machine() -> dict[str, Any]:
-    """Return the host's CPU, core count, GPUs and system."""
+    """Return the host's CPU, core count, GPUs with their driver, and system."""
     cpu = platform.processor()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -101,6 +108,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "gpus": gpu_names(),
+        "driver": driver_version(),
         "system": platform.platform(),
     }
 

@@ -68,6 +68,9 @@ FILL = "FILL" + ":"
 
 _WORKPLACE = re.compile(r"(?<![\w.~-])/(?:work|home|Users)/\w+")
 _SCRATCH = re.compile(r"(?<![\w.~-])/(?:tmp)/\w+")
+# Runs of the gates lie together, whichever room's features they judged.
+GATES = "gate"
+OF_GATES = "tooling"
 _RECORD = re.compile(r"(?<![\w/-])evidence/(?P<file>\w[\w./-]*\w)(?:#(?P<id>[\w.:-]*\w))?")
 
 
@@ -237,11 +240,14 @@ def check_evidence(checkout: Checkout) -> Iterator[Finding]:
     for file in checkout.files:
         parts = PurePosixPath(file).parts
         if parts[0] == "evidence":
-            if len(parts) != 3 or parts[1] not in checkout.packages or not file.endswith(".jsonl"):
-                said = "evidence/ holds <folder of packages/>/<op>.jsonl and nothing else"
+            folders = (*checkout.packages, GATES)
+            if len(parts) != 3 or parts[1] not in folders or not file.endswith(".jsonl"):
+                said = (
+                    f"evidence/ holds <folder of packages/, or {GATES}>/<op>.jsonl and nothing else"
+                )
                 yield Finding(file, 1, "evidence", said)
                 continue
-            yield from _check_records(checkout, file, parts[1])
+            yield from _check_records(checkout, file, OF_GATES if parts[1] == GATES else parts[1])
         elif file.endswith(".md") and not file.startswith(TEMPLATES):
             text = checkout.text(file)
             try:
