@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from numinous_tooling.gate import page
 from numinous_tooling.gate.measures import METRICS, ArmRun, tpot_s, units
-from numinous_tooling.gate.page import text_table
+from numinous_tooling.gate.page import percent, text_table
 from numinous_tooling.gate.run import GateResult
 from numinous_tooling.gate.verdict import Comparison
 
@@ -29,12 +29,6 @@ def scale_text(scale: float) -> str:
 
 def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
-
-
-def _percent(value: float | None, sign: bool = True) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 100:+.1f} %" if sign else f"{value * 100:.1f} %"
 
 
 def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
@@ -114,11 +108,9 @@ def comparison_rows(comparison: Comparison) -> list[list[str]]:
     rows = []
     for judged in comparison.metrics:
         allowed = f"{'-' if judged.higher_is_better else '+'}{judged.tolerance * 100:g} %"
-        interval = (
-            "-" if judged.low is None else f"{_percent(judged.low)} … {_percent(judged.high)}"
-        )
-        noise = "-" if judged.noise is None else f"±{judged.noise * 100:.1f} %"
-        rows.append([judged.label, _percent(judged.change), interval, noise, allowed, judged.word])
+        interval = "-" if judged.low is None else f"{percent(judged.low)} … {percent(judged.high)}"
+        noise = "-" if judged.noise is None else f"±{percent(judged.noise, sign=False)}"
+        rows.append([judged.label, percent(judged.change), interval, noise, allowed, judged.word])
     return rows
 
 
