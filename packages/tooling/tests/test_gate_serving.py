@@ -743,15 +743,19 @@ def test_clients_divide_a_replay_and_change_no_request(bench: Bench) -> None:
     arguments = bench.arguments(*loop, "--concurrency", "5", "--order", "AB", "--tolerance", "1e6")
     at = arguments.index("--sessions")
     del arguments[at : at + 8]  # the recorded sessions' options
+    floors = set()
     for clients in ("1", "3"):
         assert main([*arguments, "--clients", clients], counters_reader=fake_counters) == 2
         assert bench.verdict()["workload"]["clients"] == int(clients)
+        floors.add(bench.verdict()["noise_floor"]["file"])
         records = [record for record in bench.records() if record["arm"] == "A"]
         assert len({record["session"] for record in records}) == 9
         # The places of all clients together are those of the loop.
         spans = [(r["sent_s"], r["sent_s"] + r["e2e_s"]) for r in records]
         most = max(sum(begin <= other[0] < end for begin, end in spans) for other in spans)
         assert 1 < most <= 5
+    # The noise is that of so many clients.
+    assert len(floors) == 2
     one, *others = (sorted(map(json.dumps, requests)) for requests in bench.requests())
     assert all(other == one for other in others)
 
