@@ -223,9 +223,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-flags", default="", help="further flags of every arm, one string")
     parser.add_argument("--start-timeout", type=float, default=600.0)
     parser.add_argument("--evidence", type=Path, help="append the records to this .jsonl file")
-    parser.add_argument(
-        "--commit", help="commit of the code under test, where the checkout is not a repository"
-    )
     options = parser.parse_args(argv)
     if unknown := set(options.arms.split(",")) - set(ARMS):
         parser.error(f"unknown arms {sorted(unknown)}; want some of {ARMS}")
@@ -251,7 +248,7 @@ def records_of(
     """One evidence record per arm: the mean over repeats of each measure, and the repeats themselves."""
     machine = provenance.machine()
     versions = provenance.versions_of(sys.executable) or {}
-    git = provenance.git_state(Path(__file__).parent) or {"commit": options.commit, "dirty": None}
+    git = provenance.source_state(Path(__file__).parent, os.environ)
     import torch
 
     case = (

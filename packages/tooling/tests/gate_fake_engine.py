@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--last-id-is-0", action="store_true")
     parser.add_argument("--unnormalised", type=float, default=0.0)
     parser.add_argument("--stop-after", type=int)
+    # What is counted before it answers, as in CUDA graphs that are captured at the start; then nothing is.
+    parser.add_argument("--captured", type=int)
+    parser.add_argument("--graph-log", choices=("True", "False"), help="of each decode batch")
     parser.add_argument("--list", choices=("short", "unsorted", "double"))
     for fault in ("die", "hang", "nonsense", "nan", "error", "wrong-tokens"):
         parser.add_argument(f"--{fault}-at", type=int)
@@ -179,6 +183,8 @@ class Handler(BaseHTTPRequestHandler):
                     entry[1] = 0 if entry[1] == VOCABULARY - 1 else entry[1]
         if now == options.wrong_tokens_at and entries:
             entries[1][1] += 1
+        if self.model.options.graph_log:
+            print(f"Decode batch, #running-req: 1, cuda graph: {self.model.options.graph_log}, x")
         self.reply(answers)
 
     def reply(self, answer: Any, status: int = 200) -> None:
@@ -207,7 +213,11 @@ def main() -> None:
     options = arguments()
     Handler.model = Model(options)
     state = os.environ.get("NUMINOUS_STATE_DIR")
-    if state and os.environ.get("NUMINOUS_SCHEDULER_DECODE_BURST"):
+    if state and options.captured:
+        planted = "numinous_tooling.engine.planted" in sys.argv
+        name = "plant.head" if planted else "scheduler.decode_burst"
+        Path(state, "totals.json").write_text(json.dumps({name: {"engaged": options.captured}}))
+    elif state and os.environ.get("NUMINOUS_SCHEDULER_DECODE_BURST"):
         threading.Thread(target=count, args=(Path(state),), daemon=True).start()
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
 

@@ -43,6 +43,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dirty-cache", action="store_true")
     parser.add_argument("--never-engage", action="store_true")
     parser.add_argument("--always-engage", action="store_true")
+    # What is counted before it answers, as in CUDA graphs that are captured at the start; then nothing is.
+    parser.add_argument("--captured", type=int)
+    parser.add_argument("--graph-log", choices=("True", "False"), help="of each answer's batch")
     parser.add_argument("--with-child", action="store_true")
     # Tokens are 400 times slower while more requests than this are under way.
     parser.add_argument("--cliff-at", type=int)
@@ -92,7 +95,9 @@ class State:
                 cached = max(cached, 1)
             self.cache.add(ids)
             self.served += 1
-            if self.engages:
+            if self.options.graph_log:
+                print(f"Decode batch, cuda graph: {self.options.graph_log}, x", flush=True)
+            if self.engages and self.options.captured is None:
                 counters = {"scheduler.decode_burst": {"engaged": self.served, "refused:queue": 1}}
                 Path(os.environ["NUMINOUS_STATE_DIR"], "totals.json").write_text(
                     json.dumps(counters)
@@ -291,6 +296,9 @@ def main() -> None:
         print("\n".join(f"line {number}" for number in range(60)))
         raise SystemExit(3)
     Handler.state = State(options)
+    if Handler.state.engages and options.captured is not None:
+        counters = {"scheduler.decode_burst": {"engaged": options.captured}}
+        Path(os.environ["NUMINOUS_STATE_DIR"], "totals.json").write_text(json.dumps(counters))
     server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
     server.daemon_threads = True
     server.serve_forever()

@@ -513,39 +513,6 @@ def test_nothing_timed_is_undecided(bench) -> None:
     assert "nothing was timed" in err
 
 
-def test_source_state(tmp_path: Path) -> None:
-    module = tmp_path / "packages" / "tooling" / "bench"
-    module.mkdir(parents=True)
-    assert facts.source_state(module, {}) == {"commit": None, "dirty": None}
-    said = facts.source_state(module, {"NUMINOUS_COMMIT": COMMIT})
-    assert said == {"commit": COMMIT, "dirty": False}
-    said = facts.source_state(module, {"NUMINOUS_COMMIT": COMMIT + "-dirty"})
-    assert said == {"commit": COMMIT, "dirty": True}
-    with pytest.raises(ValueError, match="want 40 hex digits"):
-        facts.source_state(module, {"NUMINOUS_COMMIT": "main"})
-
-    def git(*words: str) -> str:
-        names = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-        return subprocess.run(
-            ["git", *names, *words], cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout.strip()
-
-    git("init", "--quiet")
-    (module / "a.py").write_text("")
-    git("add", ".")
-    git("commit", "--quiet", "-m", "x")
-    commit = git("rev-parse", "HEAD")
-    # Records that were just written do not make it dirty.
-    (tmp_path / "evidence").mkdir()
-    (tmp_path / "evidence" / "a.jsonl").write_text("")
-    assert facts.source_state(module, {}) == {"commit": commit, "dirty": False}
-    (module / "a.py").write_text("x = 1\n")
-    assert facts.source_state(module, {}) == {"commit": commit, "dirty": True}
-    # A copy's repository may have been left behind: what is said counts.
-    environ = {"NUMINOUS_COMMIT": COMMIT}
-    assert facts.source_state(module, environ) == {"commit": COMMIT, "dirty": False}
-
-
 def test_figures_are_svg_and_the_same_each_time(bench, tmp_path: Path) -> None:
     code, out, _ = bench("--json", "--plot", "a")
     report = json.loads(out)

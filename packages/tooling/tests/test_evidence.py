@@ -211,32 +211,3 @@ def test_every_record_and_every_table_of_this_checkout():
         )
     readmes = [*root.glob("*.md"), *root.glob("packages/*/README.md"), *root.glob("docs/*.md")]
     assert evidence.main(["--check", *map(str, readmes)]) == 0
-
-
-def test_a_gate_verdict_becomes_one_record_per_arm(tmp_path):
-    figures = {"requests": 8, "output_tok_s": 5.0, "cache_hit_rate": 0.5}
-    figures |= {"tok_s_user": {"p50": 2.0}, "ttft_s": {"p50": 0.1}, "tpot_s": {"p50": 0.01}}
-    arm = {
-        "label": "stock",
-        "versions": {"sglang": "0.5.20"},
-        "figures": {"pooled": figures, "counters": {}},
-    }
-    verdict = {
-        "machine": {"gpus": [], "cpu": "X", "cores": 2},
-        "workload": {"sessions": 4, "turns": 2},
-        "arms": {"A": arm, "B": arm | {"label": "patched"}},
-        "model": "/models/m",
-        "length_scale": 0.0625,
-        "order": "ABBA",
-        "verdict": "PASS",
-        "comparisons": [],
-        "command": "x",
-        "started_utc": "2026-01-01T00:00:00Z",
-    }
-    facts = {"commit": "c", "dirty": False, "driver": "none", "cuda": None}
-    records = evidence.from_verdict(verdict, package="tooling", version="0.1.0", **facts)
-    evidence.append(tmp_path / "a.jsonl", records)
-    first, second = evidence.load(tmp_path / "a.jsonl")
-    assert (first["provider"], second["provider"]) == ("A stock", "B patched")
-    assert first["gpu"] == "cpu: X, 2 cores"
-    assert first["ttft_p50_ms"] == 100

@@ -187,6 +187,36 @@ def test_a_feature_that_never_engaged_cannot_pass(bench: Bench):
     assert bench.document["reasons"] == ["B: scheduler.other_thing never ran (no counters)"]
 
 
+@pytest.mark.parametrize(
+    ("log", "word", "line"),
+    [
+        (
+            "--graph-log True",
+            "PASS",
+            "ran in CUDA graphs alone: it engaged 9 times while they were",
+        ),
+        ("--graph-log False", "FAIL", "never ran (engaged 9 at the start, no batch came from a"),
+        ("", "INCONCLUSIVE", "engaged 9 times before the measurement alone, and no log shows"),
+    ],
+    ids=["graphs", "eager", "no log"],
+)
+def test_what_a_captured_feature_is_worth(bench: Bench, log: str, word: str, line: str):
+    bench.start("--features", FEATURE, b=f"--captured 9 {log}")
+    document = bench.document
+    assert document["verdict"] == word
+    lines = document["notes"] if word == "PASS" else document["reasons"]
+    assert any(f"B: {FEATURE} {line}" in text for text in lines)
+
+
+def test_a_fault_in_a_captured_graph_has_happened(bench: Bench):
+    """It is counted at the capture, before the first request, and then never again."""
+    server = ("--server-command", f"{{python}} {FAKE} sglang.launch_server --port {{port}}")
+    assert bench.start(*server, "--plant", "head", b="--captured 9 --shift 0.5") == 1
+    assert "cold prefill: distance beyond the limit" in bench.document["reasons"]
+    assert bench.start(*server, "--plant", "head", b="--shift 0.5") == 2
+    assert bench.document["reasons"] == ["the planted fault head never happened in B"]
+
+
 def test_an_engaged_feature_is_counted_row_by_row(bench: Bench):
     assert bench.start("--features", FEATURE) == 0
     assert bench.document["arms"]["B"]["counters"][FEATURE]["engaged"] > 0

@@ -510,6 +510,7 @@ def test_client_ends_with_the_gate_even_if_the_server_hangs() -> None:
         job = {
             "url": f"http://127.0.0.1:{server.getsockname()[1]}",
             "api": "sglang",
+            "lead": True,
             "prompts": "ids",
             "words": (),
             "exact": True,

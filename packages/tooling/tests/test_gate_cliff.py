@@ -167,6 +167,12 @@ def test_no_verdict_without_proof() -> None:
     a, b = searched(PooledServer(100_000), "A1"), searched(PooledServer(100_000), "B1")
     word, reasons = judge([a, b], (FEATURE,), 0.1)
     assert (word, reasons) == ("FAIL", (f"B1: {FEATURE} never ran (no counters)",))
+    b.counters_at_start = {FEATURE: {"engaged": 9}}
+    assert judge([a, b], (FEATURE,), 0.1)[0] == "INCONCLUSIVE"
+    b.graph_batches["decode"]["graph"] = 7
+    word, reasons = judge([a, b], (FEATURE,), 0.1)
+    assert word == "PASS"
+    assert "engaged 9 times while they were captured, and 7 logged batches" in reasons[-1]
     b.counters = {FEATURE: {"engaged": 3}}
     assert judge([a, b], (FEATURE,), 0.1)[0] == "PASS"
     a.counters = {FEATURE: {"engaged": 3}}
@@ -233,11 +239,12 @@ def outcome(rates: list[float], **changes: Any) -> Outcome:
     fields: dict[str, Any] = {
         "records": records,
         "wall_s": 5.0,
-        "cpu_s": 0.1,
+        "cpu_share": 0.1,
         "lag_p99_s": 0.001,
         "lag_max_s": 0.001,
         "other_cores": 0.0,
         "counters_before": {},
+        "log_from": 0,
     }
     return Outcome(**(fields | changes))
 

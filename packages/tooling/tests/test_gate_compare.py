@@ -7,6 +7,7 @@ import base64
 import copy
 import gzip
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,17 @@ def test_a_page_holds_its_records_and_escapes_what_it_shows(tmp_path, monkeypatc
     # A path of bytes that are no UTF-8, or a server's half of a surrogate pair.
     page.write(tmp_path / "r.html", "Gate", "FAIL", [page.bullets(["\udcff"])])
     assert "\\udcff" in (tmp_path / "r.html").read_text()
+
+
+def test_ends_of_an_interval_that_say_nothing_are_no_figures(compare):
+    assert page.percent(None) == "-"
+    assert page.percent(0.1234) == "+12.3 %"
+    assert page.percent(0.1234, sign=False) == "12.3 %"
+    assert page.percent(-1.0) == "-100.0 %"
+    # A slow-down by a factor of twenty is a figure.
+    assert page.percent(19.0) == "+1900.0 %"
+    assert page.percent(134148.402) == page.percent(math.inf) == "over +10000 %"
+    code, out, _ = compare(serving(0.1, 134148.4), serving(0.1, 134148.4))
+    assert "-100.0 % … over +10000 %" in out
+    # What is printed decides nothing.
+    assert code == 0

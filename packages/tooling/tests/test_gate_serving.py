@@ -257,6 +257,27 @@ def test_feature_that_never_ran_fails(bench: Bench, capsys: pytest.CaptureFixtur
     assert f"B1: {FEATURE} never ran" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("log", "code", "line"),
+    [
+        ("--graph-log True", 2, "ran in CUDA graphs alone: it engaged 9 times while they were"),
+        ("--graph-log False", 1, "never ran (engaged 9 at the start, no batch came from a CUDA"),
+        ("", 2, "engaged 9 times before the measurement alone, and no log shows whether"),
+    ],
+    ids=["graphs", "eager", "no log"],
+)
+def test_what_a_captured_feature_is_worth(bench: Bench, log: str, code: int, line: str) -> None:
+    assert bench.run("--flags-b", f"--captured 9 {log}", "--order", "AB") == code
+    verdict = bench.verdict()
+    # Where it ran, only repeats are missing.
+    ran = log.endswith("True")
+    lines = verdict["notes"] if ran else verdict["reasons"]
+    assert any(f"B1: {FEATURE} {line}" in text for text in lines)
+    assert ran != any(FEATURE in reason for reason in verdict["reasons"])
+    figures = verdict["arms"]["B"]["figures"]
+    assert (figures["counters"], figures["counters_at_start"]) == ({}, {FEATURE: {"engaged": 9}})
+
+
 def test_counters_in_a_stock_arm_are_inconclusive(bench: Bench) -> None:
     assert bench.run("--order", "AB", "--flags-a", "--always-engage") == 2
     assert "A1 is stock but shows counters" in bench.verdict()["reasons"][0]
@@ -331,9 +352,12 @@ def test_server_that_dies_in_the_middle(bench: Bench, capsys: pytest.CaptureFixt
     assert "giving up on purpose" in error
 
 
-@pytest.mark.parametrize("after", [0, 5], ids=["warm-up", "replay"])
-def test_server_that_hangs(bench: Bench, capsys: pytest.CaptureFixture[str], after: int) -> None:
-    assert bench.run("--flags-b", f"--hang-after {after}", "--stall-timeout", "4") == 2
+@pytest.mark.parametrize(("after", "clients"), [(0, 2), (5, 1), (5, 2)])
+def test_server_that_hangs(
+    bench: Bench, capsys: pytest.CaptureFixture[str], after: int, clients: int
+) -> None:
+    hang = ("--flags-b", f"--hang-after {after}", "--stall-timeout", "4")
+    assert bench.run(*hang, "--clients", str(clients)) == 2
     assert "server B1 made no progress for 4 s" in capsys.readouterr().err
 
 
@@ -379,7 +403,7 @@ def test_json_output_is_the_verdict_file(bench: Bench, capsys: pytest.CaptureFix
 def test_signal_leaves_nothing_behind(bench: Bench, number: signal.Signals, when: str) -> None:
     faults = "--with-child --never-ready" if when == "starting" else "--with-child --hang-after 4"
     command = [sys.executable, "-m", "numinous_tooling.gate"]
-    command += bench.arguments("--flags-all", faults, "--features", "none")
+    command += bench.arguments("--flags-all", faults, "--features", "none", "--clients", "2")
     gate = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
     )
@@ -393,6 +417,8 @@ def test_signal_leaves_nothing_behind(bench: Bench, number: signal.Signals, when
             time.sleep(0.05)
         tree = [child.pid for child in psutil.Process(gate.pid).children(recursive=True)]
         assert set(bench.server_pids()) <= set(tree)
+        # The server's two, and the clients, which both have to end.
+        assert len(tree) == (2 if when == "starting" else 4)
         start = time.monotonic()
         gate.send_signal(number)
         while running(tree) and time.monotonic() < start + 10:
@@ -712,8 +738,31 @@ def test_port_on_which_another_server_answers_is_refused(bench: Bench) -> None:
     assert bench.server_pids() == [bench.attached[0].pid]
 
 
+def test_clients_divide_a_replay_and_change_no_request(bench: Bench) -> None:
+    loop = ("--workload", "closed", "--input", "12", "--output", "3", "--requests", "9")
+    arguments = bench.arguments(*loop, "--concurrency", "5", "--order", "AB", "--tolerance", "1e6")
+    at = arguments.index("--sessions")
+    del arguments[at : at + 8]  # the recorded sessions' options
+    floors = set()
+    for clients in ("1", "3"):
+        assert main([*arguments, "--clients", clients], counters_reader=fake_counters) == 2
+        assert bench.verdict()["workload"]["clients"] == int(clients)
+        floors.add(bench.verdict()["noise_floor"]["file"])
+        records = [record for record in bench.records() if record["arm"] == "A"]
+        assert len({record["session"] for record in records}) == 9
+        # The places of all clients together are those of the loop.
+        spans = [(r["sent_s"], r["sent_s"] + r["e2e_s"]) for r in records]
+        most = max(sum(begin <= other[0] < end for begin, end in spans) for other in spans)
+        assert 1 < most <= 5
+    # The noise is that of so many clients.
+    assert len(floors) == 2
+    one, *others = (sorted(map(json.dumps, requests)) for requests in bench.requests())
+    assert all(other == one for other in others)
+
+
 def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--flags-b", f"--die-after-file {bench.folder / 'die'}", "--tolerance", "1e6")
+    flags += ("--clients", "1")
     (bench.folder / "die").write_text("5")
     assert bench.run(*flags) == 2
     kept = bench.records()
@@ -733,6 +782,8 @@ def test_aborted_run_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -
         "concurrency was 2 and is now 1; resume with the options of: python -m"
         in capsys.readouterr().err
     )
+    assert main([*arguments, "--clients", "2"], counters_reader=fake_counters) == 2
+    assert "clients was 1 and is now 2" in capsys.readouterr().err
     assert main(arguments, counters_reader=fake_counters) == 0
     verdict = bench.verdict()
     assert [run["run"] for run in verdict["runs"]] == ["A1", "B1", "B2", "A2"]
@@ -784,7 +835,7 @@ def test_password_in_a_url_is_refused(bench: Bench, capsys: pytest.CaptureFixtur
 def test_busy_client_is_inconclusive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_CLIENT_CPU_SHARE", 1e-9)
     assert bench.run("--order", "AB") == 2
-    assert "A1: the client computed for" in bench.verdict()["reasons"][0]
+    assert "A1: a client process computed for" in bench.verdict()["reasons"][0]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,18 @@ def test_effect_at_the_tolerance_is_inconclusive() -> None:
     assert judge(make_runs(1.10)).word == "INCONCLUSIVE"
 
 
+def test_wild_intervals_are_printed_as_such_and_judged_as_they_are() -> None:
+    pytest.importorskip("matplotlib")
+    from numinous_tooling.gate.report import comparison_rows
+
+    comparison = judge(make_runs(run_noise=3.0))
+    ends = [metric.high for metric in comparison.metrics if metric.high is not None]
+    assert max(ends) > 1e3
+    cells = [row[2] for row in comparison_rows(comparison)]
+    assert any(cell.endswith("… over +10000 %") for cell in cells)
+    assert max(map(len, cells)) < 30
+
+
 def test_noise_between_repeats_makes_inconclusive() -> None:
     comparison = judge(make_runs(run_noise=0.3))
     assert comparison.word == "INCONCLUSIVE"

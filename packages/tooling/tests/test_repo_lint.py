@@ -58,7 +58,7 @@ def root(tmp_path: Path) -> Path:
     write(tmp_path, "LICENSE", "licence\n")
     write(tmp_path, ".ci/run", "#!/bin/sh\n")
     write(tmp_path, "evidence/scheduler/burst.jsonl", R1 + R2)
-    write(tmp_path, "evidence/gate/serving.jsonl", record(package="tooling"))
+    write(tmp_path, "evidence/gate/serving.jsonl", record(package="tooling", op="gate_serving"))
     add_package(tmp_path, "tooling", dependencies="")
     add_package(tmp_path, "scheduler")
     add_package(tmp_path, "attention", dependencies="")
@@ -186,10 +186,10 @@ FAULTS = [
         "declared",
     ),
     Fault("evidence", "evidence/nosuch/a.jsonl", R1, 1, "folder of no package"),
+    Fault("evidence", "evidence/gate/serving.jsonl", R1, 2, "no gate's"),
     Fault("evidence", "evidence/scheduler/notes.md", "text\n", 1, "no record file"),
     Fault("evidence", "evidence/a.jsonl", R1, 1, "under no package"),
     Fault("evidence", "evidence/scheduler/b.jsonl", record(package="tooling"), 1, "other's"),
-    Fault("evidence", "evidence/gate/b.jsonl", record(), 1, "other's, in a folder of no package"),
     Fault("evidence", "evidence/scheduler/burst.jsonl", R1, 3, "twice"),
     Fault("evidence", "evidence/scheduler/burst.jsonl", "{\n", 3, "no JSON"),
     Fault("evidence", "evidence/scheduler/burst.jsonl", "[]\n", 3, "no object"),

@@ -169,58 +169,6 @@ def append(path: Path, records: Iterable[dict[str, Any]]) -> None:
         sink.writelines(lines)
 
 
-def from_verdict(
-    verdict: dict[str, Any], *, package: str, version: str, **facts: Any
-) -> list[dict[str, Any]]:
-    """Records of a serving gate, one per arm, from its ``verdict.json``.
-
-    Args:
-        verdict: the parsed file.
-        package: whose evidence it is.
-        version: of that package.
-        facts: what the file does not know: commit, dirty, driver, cuda, torch, triton where they differ.
-    """
-    gpus = verdict["machine"]["gpus"]
-    device = (
-        gpus[0]
-        if gpus
-        else f"cpu: {verdict['machine']['cpu']}, {verdict['machine']['cores']} cores"
-    )
-    work = verdict["workload"]
-    records = []
-    for name, arm in verdict["arms"].items():
-        pooled, versions = arm["figures"]["pooled"], arm["versions"] or {}
-        records.append(
-            {
-                "package": package,
-                "version": version,
-                "op": "gate_serving",
-                "case": f"{Path(verdict['model']).name} {work['sessions']} sessions x {work['turns']} turns, "
-                f"scale {verdict['length_scale']:g}, order {verdict['order']}",
-                "provider": f"{name} {arm['label']}",
-                "provider_version": versions.get("sglang"),
-                "gpu": device,
-                "torch": versions.get("torch"),
-                "triton": versions.get("triton"),
-                "engine": f"sglang {versions.get('sglang')}",
-                "n": pooled["requests"],
-                "output_tok_s": pooled["output_tok_s"],
-                "user_tok_s_p50": pooled["tok_s_user"]["p50"],
-                "ttft_p50_ms": 1000 * pooled["ttft_s"]["p50"],
-                "tpot_p50_ms": 1000 * pooled["tpot_s"]["p50"],
-                "cache_hit_rate": pooled["cache_hit_rate"],
-                "counters": arm["figures"]["counters"],
-                "verdict": verdict["verdict"],
-                "comparisons": verdict["comparisons"],
-                "gate": "no errors, no short answers, B engaged, A without numinous",
-                "command": verdict["command"],
-                "utc": verdict["started_utc"],
-                **facts,
-            }
-        )
-    return records
-
-
 def render(text: str, evidence: Path) -> str:
     """`text` with every evidence table rewritten from the records below `evidence`.
 

@@ -105,9 +105,10 @@ def _demand(options: argparse.Namespace) -> None:
 def _measure(options: argparse.Namespace, ops: Mapping[str, Op]) -> dict[str, Any]:
     """The report of a run: `records`, which are none where anything is `red`, and what was `not_run`."""
     from numinous_tooling.bench.clocks import CpuClock, CudaClock
-    from numinous_tooling.bench.facts import COMMIT, package_version, run_facts
+    from numinous_tooling.bench.facts import package_version, run_facts
     from numinous_tooling.bench.protocol import bench_op, select_cases
     from numinous_tooling.bench.roofs import measure_roofs
+    from numinous_tooling.gate.provenance import COMMIT
 
     cases = {op.name: select_cases(op, options.case) for op in ops.values()}
     try:

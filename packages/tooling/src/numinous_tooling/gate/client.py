@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measuring client: replays a workload against one server, in a process of its own.
+"""The measuring client: replays a workload, or its part of one, against one server, in a process of its own.
 
 `python -m numinous_tooling.gate.client` reads one job (a JSON line) from stdin and writes JSON lines to stdout:
-`progress` while it works, `warm` when warm-up is over and the cache is flushed (with what was agreed with the server),
-then, after a line `go` on stdin, one `record` per request and `end` with its own event-loop lag and CPU time. `fatal`
-ends the run early. A process of its own so that neither progress bar nor bookkeeping disturbs the clock, and so that
-its lag can be told from the server's.
+`progress` while it works, `warm` when it can begin, then, after a JSON line `go` on stdin, one `record` per request and
+`end` with its own event-loop lag and CPU time. `fatal` ends the run early. A process of its own so that neither progress
+bar nor bookkeeping disturbs the clock, and so that its lag can be told from the server's.
 
-Times are seconds of the client's monotonic clock since `go`. A request's first token is its first chunk that carries
-tokens; a chunk may carry several.
+A replay may be divided over several clients (`divide`): where 64 streams deliver in the same millisecond, one process
+needs 10 ms and more to read them, and the last of them looks late. The first client *leads*: it alone agrees with the
+server how prompts are sent (its `warm` says it), sends the warm-up and flushes the cache. `go` tells all clients what was
+agreed, and the instant at which they begin.
+
+Times are seconds since that instant, by the monotonic clock that all processes of a host share. A request's first token is
+its first chunk that carries tokens; a chunk may carry several.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -169,7 +174,7 @@ async def send(
 
 async def agree(client: ServingClient, job: dict[str, Any]) -> prompts.Form:
     """Settle with the server how prompts are sent; measure what it adds to text."""
-    words = dict(zip(job["word_ids"], job["words"], strict=True)) if job["words"] else {}
+    words = words_of(job)
     form = prompts.Form(job["prompts"], words, job["exact"], job["dp_size"])
     if not isinstance(client, OpenAiClient):
         return form
@@ -231,15 +236,43 @@ async def empty_cache(client: ServingClient, flush: str) -> bool:
     return True
 
 
+def divide(job: Mapping[str, Any], clients: int) -> list[dict[str, Any]]:
+    """Return the jobs of so many clients, or of fewer where there is less to divide.
+
+    Sessions go round, each with its own start; so do the places of a closed loop, whose sum stays. Only the tail of a
+    closed loop differs from one client's: a place that is free takes the next session of its own client.
+    """
+    count = max(1, min(clients, job["concurrency"], len(job["sessions"])))
+    return [
+        {
+            **job,
+            "lead": index == 0,
+            "warmup": job["warmup"] if index == 0 else [],
+            "sessions": job["sessions"][index::count],
+            "concurrency": len(range(index, job["concurrency"], count)),
+        }
+        for index in range(count)
+    ]
+
+
+def words_of(job: Mapping[str, Any]) -> dict[int, str]:
+    """Return the text of each token id that a job names."""
+    return dict(zip(job["word_ids"], job["words"], strict=True)) if job["words"] else {}
+
+
 async def replay(
-    client: ServingClient, job: dict[str, Any], form: prompts.Form, tally: Tally, emit: Emit
+    client: ServingClient,
+    job: dict[str, Any],
+    form: prompts.Form,
+    tally: Tally,
+    emit: Emit,
+    origin: float,
 ) -> None:
     """Replay the sessions of a job; within a session every request waits for the last answer and the tool gap."""
-    origin = time.perf_counter()
     slots = asyncio.Semaphore(job["concurrency"])
 
     async def session(plan: dict[str, Any]) -> None:
-        await asyncio.sleep(plan["start_s"])
+        await asyncio.sleep(origin + plan["start_s"] - time.perf_counter())
         async with slots:
             for index, turn in enumerate(plan["turns"]):
                 await asyncio.sleep(turn["gap_s"])
@@ -265,7 +298,7 @@ async def replay(
 
 
 async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str]) -> None:
-    """Warm up, wait for `go`, replay, report the lag."""
+    """Prepare (the leader for all), wait for `go`, replay, report the lag."""
     tally = Tally()
 
     async def report_progress() -> None:
@@ -300,26 +333,39 @@ async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str
             )
             # Probes and flush count as work too, or a hanging one would look like a tool gap.
             tally.in_flight += 1
-            form = await agree(client, job)
-            drift = await warm_up(client, job["warmup"], form, tally)
-            flushed = await empty_cache(client, job["flush"])
-            tally.in_flight -= 1
-            emit(
-                {
-                    "event": "warm",
+            agreed: dict[str, Any] = {}
+            if job["lead"]:
+                form = await agree(client, job)
+                agreed = {
                     "prompts": form.prompts,
                     "overhead": asdict(form.overhead),
-                    "warmup_drift": drift,
-                    "flushed": flushed,
+                    "warmup_drift": await warm_up(client, job["warmup"], form, tally),
+                    "flushed": await empty_cache(client, job["flush"]),
                 }
-            )
-            if (await asyncio.to_thread(wait_for_go)).strip() != "go":
+            else:
+                # What is imported and set up at a first request is no lag of the measurement.
+                with contextlib.suppress(httpx.HTTPError):
+                    await http.get("/health")
+            tally.in_flight -= 1
+            emit({"event": "warm", "agreed": agreed})
+            line = await asyncio.to_thread(wait_for_go)
+            if not line:  # the gate is gone
                 return
+            go = json.loads(line)
+            form = prompts.Form(
+                go["agreed"]["prompts"],
+                words_of(job),
+                job["exact"],
+                job["dp_size"],
+                prompts.Overhead(**go["agreed"]["overhead"]),
+            )
+            start = go["start_s"]
+            await asyncio.sleep(start - time.perf_counter())
             tally.done = 0
             meter = LagMeter()
             lag = asyncio.create_task(meter.run())
-            start, start_cpu = time.perf_counter(), time.process_time()
-            await replay(client, job, form, tally, emit)
+            start_cpu = time.process_time()
+            await replay(client, job, form, tally, emit, start)
             wall_s = time.perf_counter() - start
             cpu_s = time.process_time() - start_cpu
             lag.cancel()

@@ -23,7 +23,7 @@ runs all probes of that letter; the first probe warms it up and is made twice. T
 bracket: it holds at `holds`, and at `fails` it does not. Repeats of an arm (`--order ABBA`) widen its bracket to the
 least and greatest seen.
 
-**Verdict**, B against A, the first line that applies: FAIL if a feature was to run in B and did not. INCONCLUSIVE if a
+**Verdict**, B against A, the first line that applies: FAIL if a feature was to run in B and did not (`engaged.proof_of`). INCONCLUSIVE if nobody knows, a
 client lagged or one of its answers differed from what was asked for at a single user. FAIL if B's cliff is lower at a
 context by more than the tolerance: `B.fails <= A.holds x (1 - tolerance)`. PASS if at every context B holds what A
 held, less the tolerance: `B.holds >= A.holds x (1 - tolerance)`; where A still held at `--max-concurrency`, that is all
@@ -57,12 +57,18 @@ from numinous_tooling.gate.arms import (
 )
 from numinous_tooling.gate.cliff_probe import NEW_TOKENS, CliffOptions, Probe, Prober, turn_prompts
 from numinous_tooling.gate.cliff_search import Bracket, search
-from numinous_tooling.gate.engaged import CountersReader
+from numinous_tooling.gate.engaged import (
+    CountersReader,
+    GraphBatches,
+    counted_between,
+    graph_batches,
+    log_size,
+)
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import ArmRun
 from numinous_tooling.gate.progress import Progress, open_progress
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
-from numinous_tooling.gate.verdict import EXIT_CODES, Word, never_engaged
+from numinous_tooling.gate.verdict import EXIT_CODES, Word, proof_of_runs
 from numinous_tooling.gate.workload import read_model
 
 SCHEMA = 1
@@ -91,6 +97,9 @@ class Search:
     probes: list[Probe] = field(default_factory=list)
     pool_tokens: object = None
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    counters_at_start: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Until the server was ready; CUDA graphs are captured before that."""
+    graph_batches: GraphBatches = field(default_factory=lambda: graph_batches(None, 0))
 
 
 def search_contexts(
@@ -150,13 +159,25 @@ def judge(
 ) -> tuple[Word, tuple[str, ...]]:
     """Return the verdict of B against A by the rule in the module docstring, and its reasons."""
     runs = [
-        ArmRun(i, found.arm, int(found.name[1:]), [], 0.0, 0.0, 0.0, counters=found.counters)
+        ArmRun(
+            i,
+            found.arm,
+            int(found.name[1:]),
+            [],
+            0.0,
+            0.0,
+            0.0,
+            counters=found.counters,
+            counters_at_start=found.counters_at_start,
+            graph_batches=found.graph_batches,
+        )
         for i, found in enumerate(searches)
     ]
-    failures = never_engaged([run for run in runs if run.arm == "B"], features)
-    if failures:
-        return "FAIL", tuple(failures)
-    doubtful = [
+    proof = proof_of_runs([run for run in runs if run.arm == "B"], features)
+    if proof.failures:
+        return "FAIL", proof.failures
+    doubtful = [*proof.doubts]
+    doubtful += [
         f"{found.name}: the client lagged at {p.concurrency} users of {p.context} tokens, {p.lag}"
         for found in searches
         for p in found.probes
@@ -169,9 +190,9 @@ def judge(
         if p.concurrency == 1 and p.error
     ]
     doubtful += [
-        f"{run.name} is stock but shows counters of {', '.join(sorted(run.counters))}"
+        f"{run.name} is stock but shows counters of {', '.join(sorted(counted))}"
         for run in runs
-        if run.arm == "A" and run.counters
+        if run.arm == "A" and (counted := run.counters | run.counters_at_start)
     ]
     if doubtful:
         return "INCONCLUSIVE", tuple(doubtful)
@@ -195,7 +216,11 @@ def judge(
         return "INCONCLUSIVE", tuple(unclear)
     open_ended = [str(context) for context, stock in a.items() if stock.fails is None]
     notes = [f"no cliff of A was reached at context {', '.join(open_ended)}"] if open_ended else []
-    return "PASS", ("B holds at every context what A holds, less the tolerance", *notes)
+    return "PASS", (
+        "B holds at every context what A holds, less the tolerance",
+        *notes,
+        *proof.notes,
+    )
 
 
 class CliffRun:
@@ -253,11 +278,15 @@ class CliffRun:
                 options.start_timeout_s,
                 lambda elapsed: self.progress.phase(f"server starting ({elapsed:.0f} s)"),
             )
+            if options.arms["B"].features:
+                found.counters_at_start = self.read_counters(state_dir)
+            log_from = log_size(server.log)
             found.pool_tokens = server.info().get("max_total_num_tokens")
             prober = Prober(options, server, self.interrupts)
             search_contexts(options, found, prober.probe, self.progress.phase)
         if options.arms["B"].features:
-            found.counters = self.read_counters(state_dir)
+            found.counters = counted_between(found.counters_at_start, self.read_counters(state_dir))
+        found.graph_batches = graph_batches(server.log, log_from)
         shutil.rmtree(state_dir, ignore_errors=True)
         cliffs = ", ".join(f"{c}: {b.holds or 0}" for c, b in found.brackets.items())
         self.progress.end(f"{len(found.probes)} probes; users that hold, by context: {cliffs}")
@@ -273,6 +302,7 @@ class CliffRun:
             "limit_tok_s_user": options.limit,
             "contexts": list(options.contexts),
             "max_concurrency": options.max_concurrency,
+            "clients": options.clients,
             "resolution": options.resolution,
             "tolerance": options.tolerance,
             "order": options.order,
@@ -304,6 +334,8 @@ class CliffRun:
                     "arm": found.arm,
                     "pool_tokens": found.pool_tokens,
                     "counters": found.counters,
+                    "counters_at_start": found.counters_at_start,
+                    "graph_batches": found.graph_batches,
                     "probes": [asdict(probe) for probe in found.probes],
                     "brackets": {
                         str(context): {
@@ -370,6 +402,7 @@ def add_parser(commands: Any) -> None:
             metavar="DTYPE",
             help=f"row format of arm {letter.upper()} for --pool-bytes; left out: from --kv-cache-dtype",
         )
+    shared.add_clients_option(cliff)
     add(
         "--max-client-lag",
         type=shared.not_negative,
@@ -434,6 +467,7 @@ def _cliff_options(options: argparse.Namespace, arguments: Sequence[str]) -> Cli
         contexts=contexts,
         limit=options.limit,
         max_concurrency=options.max_concurrency,
+        clients=options.clients,
         output=options.output or output,
         probe_s=options.probe_seconds,
         resolution=options.resolution,

@@ -16,7 +16,7 @@ from numinous_tooling.gate.conversation import Conversation, Outcome, client_fai
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import METRICS, ArmRun, percentiles, units
 from numinous_tooling.gate.plan import MAX_PLANNED_TOKENS, ModelFacts, SessionPlan, Turn, draw
-from numinous_tooling.gate.servers import ClientProcess, Interrupts, Server
+from numinous_tooling.gate.servers import Interrupts, Server, client_processes
 from numinous_tooling.gate.verdict import lag_limit_s
 
 NEW_TOKENS = 8
@@ -37,6 +37,8 @@ class CliffOptions:
     limit: float
     """Tokens per second per user."""
     max_concurrency: int
+    clients: int
+    """Client processes over which a probe's users are divided."""
     output: int
     probe_s: float
     resolution: float
@@ -217,11 +219,13 @@ class Prober:
         command = [sys.executable, "-m", "numinous_tooling.gate.client"]
         stderr_log = options.out / f"client-{self._server.name}.log"
         cut = threading.Event()
-        with ClientProcess(command, self._interrupts, stderr_log) as process:
+        clients = min(options.clients, len(plans))
+        with client_processes(command, clients, self._interrupts, stderr_log) as processes:
 
             def stop() -> None:
                 cut.set()
-                process.kill()
+                for process in processes:
+                    process.kill()
 
             timer = threading.Timer(limit_s, stop)
 
@@ -232,7 +236,7 @@ class Prober:
 
             try:
                 outcome = Conversation(
-                    self._server, process, _Muted(), options.stall_timeout_s, at_go
+                    self._server, processes, _Muted(), options.stall_timeout_s, at_go
                 ).hold(job)
             finally:
                 timer.cancel()

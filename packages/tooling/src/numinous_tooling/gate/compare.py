@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.errors import GateError
-from numinous_tooling.gate.page import text_table
+from numinous_tooling.gate.page import percent, text_table
 
 SCHEMAS = {"serving": 2, "accuracy": 1}
 # Differ in every pair of runs, or hold what is compared below.
@@ -44,7 +44,16 @@ _NOT_SETTINGS = {
     "not_measured",
     "server_log_tail",
 }
-_NOT_SETTINGS_OF_ARM = {"figures", "valid_answers", "counters", "ready_s", "command", "url"}
+_NOT_SETTINGS_OF_ARM = {
+    "figures",
+    "valid_answers",
+    "counters",
+    "counters_at_start",
+    "graph_batches",
+    "ready_s",
+    "command",
+    "url",
+}
 
 
 @dataclass(frozen=True)
@@ -272,5 +281,5 @@ def _text(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit in ("relative", "share"):
-        return f"{value * 100:+.1f} %"
+        return percent(value)
     return f"{value:.3g} {unit}"

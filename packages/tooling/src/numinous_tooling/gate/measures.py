@@ -34,7 +34,7 @@ gaps says as much about the gaps as about the server.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from statistics import fmean, median
@@ -43,6 +43,7 @@ from typing import Any, Literal
 import numpy as np
 
 from numinous_tooling.gate.client import RequestRecord
+from numinous_tooling.gate.engaged import graph_batches
 from numinous_tooling.gate.errors import GateError
 
 STALL_FLOOR_S = 1.0
@@ -75,6 +76,10 @@ class ArmRun:
     """The server's prompt tokens against the planned ones, relative; None where it reports none."""
     doubts: list[str] = field(default_factory=list)
     """What made this run doubtful while it ran, one line each."""
+    counters_at_start: dict[str, dict[str, int]] = field(default_factory=dict)
+    """As `counters`, until the server was ready: what CUDA graphs hold is counted when they are captured."""
+    graph_batches: dict[str, dict[str, int]] = field(default_factory=lambda: graph_batches(None, 0))
+    """Logged batches of the replay that came from a CUDA graph or not (`engaged.graph_batches`)."""
 
     @property
     def name(self) -> str:
@@ -373,17 +378,23 @@ def summarise(
 ) -> dict[str, Any]:
     """Return an arm's pooled figures, the same for each repeat (the spread), and its counters summed."""
     own = [run for run in runs if run.arm == arm]
-    counters: dict[str, dict[str, int]] = {}
-    for run in own:
-        for feature, counts in run.counters.items():
-            total = counters.setdefault(feature, {})
-            for key, count in counts.items():
-                total[key] = total.get(key, 0) + count
     return {
         "pooled": summarise_run(own, slo, price_usd_h),
         "repeats": [summarise_run([run], slo, price_usd_h) for run in own],
-        "counters": counters,
+        "counters": added(run.counters for run in own),
+        "counters_at_start": added(run.counters_at_start for run in own),
     }
+
+
+def added(parts: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
+    """Return the sums of feature counters."""
+    totals: dict[str, dict[str, int]] = {}
+    for counters in parts:
+        for feature, counts in counters.items():
+            total = totals.setdefault(feature, {})
+            for key, count in counts.items():
+                total[key] = total.get(key, 0) + count
+    return totals
 
 
 def by_repeat(values: Mapping[Unit, float]) -> dict[int, dict[str, float]]:

@@ -7,6 +7,7 @@ import argparse
 import importlib
 import json
 import math
+import os
 import re
 import shlex
 import sys
@@ -27,6 +28,7 @@ SERVER_TEMPLATE = (
 
 # Server flags that bound the length of one request, in tokens.
 CONTEXT_FLAGS = ("--context-length", "--max-total-tokens")
+MAX_DEFAULT_CLIENTS = 4
 # Of what a number on the command line may be.
 LARGEST = 1e12
 BYTE_UNITS = {
@@ -98,6 +100,22 @@ def add_server_options(parser: argparse.ArgumentParser, *, features: str | None)
         help="keep server logs whole, not only beginning and end",
     )
     add("--seed", type=int, default=0, help="chooses sessions and tokens")
+
+
+def add_clients_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says over how many client processes a replay is divided."""
+    parser.add_argument(
+        "--clients",
+        type=positive,
+        default=default_clients(len(os.sched_getaffinity(0))),
+        metavar="N",
+        help="client processes that share the requests of a replay; left out: by the cores of this host",
+    )
+
+
+def default_clients(cores: int) -> int:
+    """Return how many client processes a host has room for beside the server: a quarter of its cores, 1 to 4."""
+    return min(MAX_DEFAULT_CLIENTS, max(1, cores // 4))
 
 
 def on_gpu(device: str, python: str) -> bool:

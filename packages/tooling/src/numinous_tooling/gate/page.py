@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # tables alone do not need the second that importing it takes
 COLOURS = {"A": "#4477aa", "B": "#cc6677", "C": "#ddaa33"}
 WORDS = ("PASS", "FAIL", "INCONCLUSIVE")
 LARGEST_DOWNLOAD = 20 << 20
+# Of a change: to the hundredfold.
+LARGEST_SHOWN = 100.0
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -30,6 +32,19 @@ th { background: #f3f3f3; text-align: left } td.n { text-align: right; font-vari
 .PASS { color: #1a7f37 } .FAIL { color: #b42318 } .INCONCLUSIVE { color: #9a6700 }
 img { max-width: 100% } pre { background: #f6f6f6; padding: .6rem; overflow-x: auto; white-space: pre-wrap }
 """
+
+
+def percent(value: float | None, *, sign: bool = True) -> str:
+    """Return a share as per cent; what is beyond `LARGEST_SHOWN` is said to be so.
+
+    The interval of a ratio of two times of nearly nothing ends at millions of per cent, which would read like a figure.
+    """
+    if value is None:
+        return "-"
+    plus = "+" if sign else ""
+    if value > LARGEST_SHOWN:
+        return f"over {plus}{LARGEST_SHOWN * 100:.0f} %"
+    return f"{value * 100:{plus}.1f} %"
 
 
 def text_table(rows: Iterable[Sequence[str]]) -> list[str]:

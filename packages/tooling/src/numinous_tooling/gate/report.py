@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from numinous_tooling.gate import page
 from numinous_tooling.gate.measures import METRICS, ArmRun, tpot_s, units
-from numinous_tooling.gate.page import text_table
+from numinous_tooling.gate.page import percent, text_table
 from numinous_tooling.gate.run import GateResult
 from numinous_tooling.gate.verdict import Comparison
 
@@ -29,12 +29,6 @@ def scale_text(scale: float) -> str:
 
 def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
-
-
-def _percent(value: float | None, sign: bool = True) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 100:+.1f} %" if sign else f"{value * 100:.1f} %"
 
 
 def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
@@ -57,9 +51,9 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
             cells.append(text)
         return label, cells
 
-    def counts(figure: dict[str, Any], refused: bool) -> str:
+    def counts(figure: dict[str, Any], refused: bool, when: str = "counters") -> str:
         parts = []
-        for feature, counter in sorted(figure["counters"].items()):
+        for feature, counter in sorted(figure[when].items()):
             for key, count in sorted(counter.items()):
                 if (key != "engaged") == refused:
                     parts.append(
@@ -101,6 +95,10 @@ def figure_rows(document: dict[str, Any]) -> list[tuple[str, list[str]]]:
         ("errors", [str(figure["pooled"]["errors"]) for figure in figures]),
         ("short answers", [str(figure["pooled"]["short_answers"]) for figure in figures]),
         ("engaged", [counts(figure, False) for figure in figures]),
+        (
+            "engaged before, CUDA graphs",
+            [counts(figure, False, "counters_at_start") for figure in figures],
+        ),
         ("refused", [counts(figure, True) for figure in figures]),
     ]
 
@@ -110,11 +108,9 @@ def comparison_rows(comparison: Comparison) -> list[list[str]]:
     rows = []
     for judged in comparison.metrics:
         allowed = f"{'-' if judged.higher_is_better else '+'}{judged.tolerance * 100:g} %"
-        interval = (
-            "-" if judged.low is None else f"{_percent(judged.low)} … {_percent(judged.high)}"
-        )
-        noise = "-" if judged.noise is None else f"±{judged.noise * 100:.1f} %"
-        rows.append([judged.label, _percent(judged.change), interval, noise, allowed, judged.word])
+        interval = "-" if judged.low is None else f"{percent(judged.low)} … {percent(judged.high)}"
+        noise = "-" if judged.noise is None else f"±{percent(judged.noise, sign=False)}"
+        rows.append([judged.label, percent(judged.change), interval, noise, allowed, judged.word])
     return rows
 
 

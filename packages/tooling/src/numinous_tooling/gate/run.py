@@ -18,7 +18,13 @@ from numinous_tooling.gate import floor, folder, prompts, provenance
 from numinous_tooling.gate.arms import Arm, server_command, server_environment
 from numinous_tooling.gate.client import RequestRecord
 from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
-from numinous_tooling.gate.engaged import Counters, CountersReader, counted_between, read_counters
+from numinous_tooling.gate.engaged import (
+    Counters,
+    CountersReader,
+    counted_between,
+    graph_batches,
+    read_counters,
+)
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import ArmRun, Slo, judged_metrics, summarise
 from numinous_tooling.gate.plan import (
@@ -42,17 +48,17 @@ from numinous_tooling.gate.resume import (
 from numinous_tooling.gate.servers import (
     AnyServer,
     AttachedServer,
-    ClientProcess,
     Interrupts,
     Server,
+    client_processes,
     free_port,
     served_model,
 )
-from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare
+from numinous_tooling.gate.verdict import CONFIDENCE, Comparison, Word, compare, proof_of_runs
 
 WARMUP_REQUESTS = 4
 LOG_HEAD_LINES = LOG_FOOT_LINES = 300
-# A client that computes for this share of the time measures itself.
+# A client process that computes for this share of the time measures itself.
 MAX_CLIENT_CPU_SHARE = 0.9
 
 
@@ -61,7 +67,7 @@ class GateOptions:
     """Everything that a run needs; the command line fills it in.
 
     `api` is `sglang` (`/generate`) or `openai`, `prompts` how prompts are sent (`ids`, `text`, `chat`, or `auto`: ids
-    where the server takes them, else text). `exact` asks for answers of exactly the planned length. `flush` is `must`,
+    where the server takes them, else text). `clients` is over how many processes a replay is divided. `exact` asks for answers of exactly the planned length. `flush` is `must`,
     `try` (a server that was started for the slot is empty anyway) or `never`. `dp_pin` pins sessions to ranks.
     """
 
@@ -70,6 +76,7 @@ class GateOptions:
     model: ModelFacts
     workload: Workload
     concurrency: int
+    clients: int
     tolerances: Mapping[str, float]
     trades: Mapping[str, float]
     out: Path
@@ -145,6 +152,8 @@ class _Run:
         }
         check_duration(self.plans[1])
         self.digests = {repeat: digest(plans) for repeat, plans in self.plans.items()}
+        # No more clients than there is to divide (`client.divide`).
+        self.clients = min(options.clients, options.concurrency, len(self.plans[1]))
         self.requests_per_slot = sum(len(plan.turns) for plan in self.plans[1])
         started = {arm.python for arm in options.arms.values() if arm.url is None}
         self.versions = {python: self._versions(python) for python in sorted(started)}
@@ -180,6 +189,7 @@ class _Run:
             "workload": {"kind": options.workload.kind, **options.workload.describe()},
             "requests": self.digests,
             "concurrency": options.concurrency,
+            "clients": self.clients,
             "tolerances": dict(options.tolerances),
             "max_lag_s": options.max_lag_s,
             "max_uneven_cores": options.max_uneven_cores,
@@ -211,6 +221,7 @@ class _Run:
                 "length_scale": spec.length_scale,
                 **spec.describe(),
                 **{name: getattr(options, name) for name in how},
+                "clients": self.clients,
             },
             machine=provenance.machine(),
             driver=provenance.driver_version(),
@@ -265,6 +276,7 @@ class _Run:
                 options.start_timeout_s,
                 lambda elapsed: self.progress.phase(f"{waiting} ({elapsed:.0f} s)"),
             )
+            at_start = self._counters(state_dir)
             info = server.info()
             outcome = self._replay(server, name, repeat, state_dir, self._dp_size(server, info))
             if arm.url is None:
@@ -272,7 +284,6 @@ class _Run:
         # Read after the end of an own server, so that counts which a process writes last are in.
         counters = counted_between(outcome.counters_before, self._counters(state_dir))
         shutil.rmtree(own_state_dir, ignore_errors=True)
-        share = outcome.cpu_s / outcome.wall_s if outcome.wall_s else 0.0
         drift = prompts.drift(
             [
                 (record.prompt_tokens, record.server_prompt_tokens)
@@ -291,8 +302,10 @@ class _Run:
             outcome.other_cores,
             counters,
             gauges=outcome.gauges,
-            client_cpu_share=share,
+            client_cpu_share=outcome.cpu_share,
             drift=None if options.workload.is_text else drift,
+            counters_at_start=at_start,
+            graph_batches=graph_batches(server.log, outcome.log_from),
         )
         run.doubts = _doubts_of(run)
         self.runs.append(run)
@@ -308,7 +321,7 @@ class _Run:
                 "wall_s": round(run.wall_s, 3),
                 "client_lag_p99_s": round(run.lag_p99_s, 6),
                 "client_lag_max_s": round(run.lag_max_s, 6),
-                "client_cpu_share": round(share, 4),
+                "client_cpu_share": round(run.client_cpu_share, 4),
                 "workload_sha256": self.digests[repeat],
                 "prompts": outcome.agreed["prompts"],
                 "prompt_overhead": outcome.agreed["overhead"],
@@ -319,6 +332,8 @@ class _Run:
                 "other_cores": round(run.other_cores, 2),
                 "bad_answers": run.bad_answers,
                 "counters": counters,
+                "counters_at_start": at_start,
+                "graph_batches": run.graph_batches,
             }
         )
         if server.log and not options.keep_logs and not run.bad_answers:
@@ -368,10 +383,10 @@ class _Run:
         }
         command = [sys.executable, "-m", "numinous_tooling.gate.client"]
         stderr_log = options.out / f"client-{name}.log"
-        with ClientProcess(command, self.interrupts, stderr_log) as process:
+        with client_processes(command, self.clients, self.interrupts, stderr_log) as processes:
             outcome = Conversation(
                 server,
-                process,
+                processes,
                 self.progress,
                 options.stall_timeout_s,
                 lambda: self._counters(state_dir),
@@ -459,7 +474,8 @@ class _Run:
             for slot in self.slots
             if not slot["cache_flushed"] and self.options.flush != "never"
         ]
-        return notes
+        tested = [run for run in self.runs if run.arm == "B"]
+        return [*notes, *proof_of_runs(tested, self.options.arms["B"].features).notes]
 
     def write_unfinished(self, reason: str, tail: str | None) -> None:
         """Leave a verdict.json that says why there is no verdict."""
@@ -492,6 +508,7 @@ class _Run:
                 "turns": max(len(plan.turns) for plan in self.plans[1]),
                 "requests_per_run": self.requests_per_slot,
                 "concurrency": options.concurrency,
+                "clients": self.clients,
                 **spec.describe(),
                 "seed": spec.seed,
                 "repeat_base": self.state.repeat_base,
@@ -550,8 +567,8 @@ def _doubts_of(run: ArmRun) -> list[str]:
     doubts = []
     if run.client_cpu_share > MAX_CLIENT_CPU_SHARE:
         doubts.append(
-            f"the client computed for {run.client_cpu_share:.0%} of the time, so it measures itself; "
-            "fewer sessions, or a faster machine for the gate"
+            f"a client process computed for {run.client_cpu_share:.0%} of the time, so it measures itself; "
+            "more --clients, fewer sessions, or a faster machine for the gate"
         )
     if run.drift is not None and run.drift > prompts.MAX_DRIFT:
         doubts.append(

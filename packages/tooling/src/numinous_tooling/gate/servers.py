@@ -14,9 +14,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, MappingProxyType, TracebackType
+from types import FrameType, MappingProxyType
 from urllib.parse import urlsplit
 
 import httpx
@@ -147,11 +147,13 @@ class ProcessTree:
                     and self.alive()
                 ):
                     time.sleep(0.05)
-            self._kill()
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            try:
+                self._kill()
+            finally:
+                for pipe in (self.popen.stdin, self.popen.stdout):
+                    if pipe is not None:
+                        with contextlib.suppress(OSError):
+                            pipe.close()
 
     def _kill(self) -> None:
         assert self.popen is not None
@@ -394,9 +396,9 @@ class OtherLoad:
     An attached server's own load cannot be told from that of others, so none is reported beside it.
     """
 
-    def __init__(self, server: AnyServer, client_pid: int) -> None:
+    def __init__(self, server: AnyServer, client_pids: Sequence[int]) -> None:
         self._server = server
-        self._pids = (client_pid, os.getpid())
+        self._pids = (*client_pids, os.getpid())
         self._start_s = time.monotonic()
         self._before_s = self._others_s()
 
@@ -419,35 +421,30 @@ class OtherLoad:
         return float(busy - own)
 
 
-class ClientProcess:
-    """The measuring process, with its pipes; ended by leaving the `with` block."""
-
-    def __init__(self, command: list[str], interrupts: Interrupts, stderr_log: Path) -> None:
-        self._command = command
-        self._stderr_log = stderr_log
-        self._tree = ProcessTree(interrupts)
-
-    def __enter__(self) -> subprocess.Popen[str]:
-        try:
-            with self._stderr_log.open("w") as log:
-                return self._tree.start(
-                    self._command,
-                    dict(os.environ),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log.fileno(),
+@contextlib.contextmanager
+def client_processes(
+    command: list[str], count: int, interrupts: Interrupts, stderr_log: Path
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Run `count` measuring processes with their pipes for the length of a block; none is left after it."""
+    # The stack ends each of them, also where an interrupt or a stubborn one breaks off the end of another.
+    with contextlib.ExitStack() as trees:
+        processes = []
+        stderr_log.write_text("")
+        # Appending, so that what one says does not overwrite another's.
+        with stderr_log.open("a") as log:
+            for _ in range(count):
+                tree = ProcessTree(interrupts)
+                trees.callback(tree.stop, 0)
+                processes.append(
+                    tree.start(
+                        command,
+                        dict(os.environ),
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log.fileno(),
+                    )
                 )
-        except BaseException:
-            self._tree.stop(0)
-            raise
-
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _value: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
-        self._tree.stop(0)
+        yield processes
 
 
 def free_port() -> int:

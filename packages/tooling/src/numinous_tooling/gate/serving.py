@@ -120,6 +120,7 @@ def add_parser(commands: Any) -> None:
         metavar="[METRIC=]F",
         help=f"worsening allowed, for all or one of {', '.join(m.name for m in METRICS)}; left out: 0.3 on CPU, 0.05 on GPU",
     )
+    shared.add_clients_option(serving)
     add(
         "--max-client-lag",
         type=shared.not_negative,
@@ -203,6 +204,7 @@ def _gate_options(options: argparse.Namespace, arguments: Sequence[str]) -> Gate
         model=model,
         workload=workload,
         concurrency=workloads.concurrency(options, workload, gpu=gpu),
+        clients=options.clients,
         tolerances=_tolerances(options.tolerance, tolerance, trades, judged_metrics(slo)),
         trades=trades,
         out=options.resume or shared.out_folder(options),

@@ -23,6 +23,7 @@ import heapq
 import itertools
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -430,7 +431,7 @@ def document_of(
         "methods": methods,
         "seconds": round(seconds, 1),
         "machine": provenance.machine(),
-        "git": provenance.git_state(Path(__file__).parent),
+        "git": provenance.source_state(Path(__file__).parent, os.environ),
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

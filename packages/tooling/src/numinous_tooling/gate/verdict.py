@@ -37,11 +37,11 @@ it passes only if every one does.
 
 **Overall**, for each comparison (B against A is the verdict of the run), the first line that applies:
 
-1. FAIL if a feature was to run in the tested arm and did not in every repeat, or if the tested arm has more failed or
+1. FAIL if a feature was to run in the tested arm and did not in every repeat (`engaged.proof_of`), or if the tested arm has more failed or
    short answers than the base arm, relative to its requests. This is a rule, not a test: where answers break by chance
    in either arm, it fails up to half of the runs, and the cause has to be found first.
 2. INCONCLUSIVE if the measurement itself is in doubt: a failed or short answer in the base arm, feature counters in a
-   stock arm, different requests, a cache that was not empty at the start, a client that lagged or was busy, prompts
+   stock arm, a feature of which nobody knows whether it ran, different requests, a cache that was not empty at the start, a client that lagged or was busy, prompts
    longer or shorter than planned, other programs that kept more of the machine busy during one arm than during the other.
 3. FAIL if a metric fails; INCONCLUSIVE if one is inconclusive; PASS otherwise.
 
@@ -61,7 +61,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from numinous_tooling.gate.engaged import never_ran
+from numinous_tooling.gate.engaged import Proof, proof_of
 from numinous_tooling.gate.measures import (
     METRICS,
     ArmRun,
@@ -82,7 +82,8 @@ CONFIDENCE = 1 - FAMILY_ALPHA
 POWER = 0.80
 MIN_PAIRS = 4
 MAX_FURTHER = 20
-# The client's p99 lag may be this share of the median time per output token, or this many seconds.
+# The client's p99 lag may be this share of the median time per output token, or this many seconds: docs/methodology.md
+# says why.
 LAG_SHARE = 0.25
 LAG_FLOOR_S = 0.010
 
@@ -382,9 +383,14 @@ def cache_leftover(run: ArmRun) -> int:
     return min(record.cached_tokens or 0 for record in run.records if record.sent_s <= until_s)
 
 
-def never_engaged(runs: Sequence[ArmRun], features: Sequence[str]) -> list[str]:
-    """Return one line per run and feature that was to run and did not."""
-    return [line for run in runs for line in never_ran(run.name, run.counters, features)]
+def proof_of_runs(runs: Sequence[ArmRun], features: Sequence[str]) -> Proof:
+    """Return what is known of the features that were to run in each of the runs."""
+    proof = Proof()
+    for run in runs:
+        proof += proof_of(
+            run.name, features, run.counters, run.counters_at_start, run.graph_batches
+        )
+    return proof
 
 
 def uneven_load(runs: Sequence[ArmRun], max_uneven_cores: float) -> list[str]:
@@ -409,10 +415,9 @@ def doubts(
     lines = uneven_load(runs, max_uneven_cores)
     requests: dict[tuple[int, str, int], tuple[str, str]] = {}
     for run in runs:
-        if run.arm != "B" and run.counters:
-            lines.append(
-                f"{run.name} is stock but shows counters of {', '.join(sorted(run.counters))}"
-            )
+        counted = run.counters | run.counters_at_start
+        if run.arm != "B" and counted:
+            lines.append(f"{run.name} is stock but shows counters of {', '.join(sorted(counted))}")
         leftover = cache_leftover(run)
         if leftover:
             lines.append(
@@ -463,7 +468,8 @@ def compare(
     test = [run for run in runs if run.arm == test_arm]
     judged = judge_metrics(metrics, base, test, tolerances, floor or {})
 
-    failures = never_engaged(test, features)
+    proof = proof_of_runs(test, features)
+    failures = list(proof.failures)
     bad_base, bad_test = (sum(run.bad_answers for run in arm) for arm in (base, test))
     sent_base, sent_test = (sum(len(run.records) for run in arm) for arm in (base, test))
     # Of as many requests each: an order may give one arm more runs than the other.
@@ -472,7 +478,7 @@ def compare(
             f"arm {test_arm} has {bad_test} failed or short answers of {sent_test}, "
             f"arm {base_arm} {bad_base} of {sent_base}"
         )
-    doubtful = doubts([*base, *test], max_lag_s, max_uneven_cores)
+    doubtful = [*proof.doubts, *doubts([*base, *test], max_lag_s, max_uneven_cores)]
     if bad_base:
         doubtful.insert(0, f"{bad_base} failed or short answers in arm {base_arm}")
     failed = [f"{m.label}: {m.reason}" for m in judged if m.word == "FAIL"]

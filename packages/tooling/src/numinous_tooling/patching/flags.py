@@ -25,7 +25,7 @@ TOOLING_VARIABLES = {
     "NUMINOUS_CACHE": "folder of downloaded models and of gate noise floors (default: ~/.cache/numinous)",
     "NUMINOUS_RUN": "set by the boot code: id shared by the processes of one server",
     "NUMINOUS_DROPPED": "set by the boot code under NUMINOUS_STRICT=0: features that the main process gave up",
-    "NUMINOUS_COMMIT": "commit that `bench --evidence` records where the sources are no git checkout",
+    "NUMINOUS_COMMIT": "commit that gates and `bench --evidence` name where the sources are no git checkout",
     "NUMINOUS_REQUIRE_DEVICE": "1: test sessions fail instead of noting that a device tier did not run",
 }
 

@@ -40,7 +40,15 @@ from numinous_tooling.gate.accuracy.verdict import (
     judge,
 )
 from numinous_tooling.gate.arms import Arm, parse_features, server_command, server_environment
-from numinous_tooling.gate.engaged import CountersReader, counted_between, never_ran
+from numinous_tooling.gate.engaged import (
+    CountersReader,
+    GraphBatches,
+    Proof,
+    counted_between,
+    graph_batches,
+    log_size,
+    proof_of,
+)
 from numinous_tooling.gate.errors import GateError, ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.gate.verdict import EXIT_CODES
@@ -314,6 +322,8 @@ class _ArmFacts:
 
     command: list[str] = field(default_factory=list)
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    counters_at_start: dict[str, dict[str, int]] = field(default_factory=dict)
+    graph_batches: GraphBatches = field(default_factory=lambda: graph_batches(None, 0))
     version: str | None = None
     ready_s: float | None = None
 
@@ -352,7 +362,8 @@ class _Run:
             except NotANumber as error:
                 failures.append(str(error))
                 test = Measurement()
-        failures += never_ran("B", self.facts["B"].counters, self.options.features)
+        proof = self._proof()
+        failures += proof.failures
         verdict = judge(
             plan,
             base,
@@ -361,9 +372,10 @@ class _Run:
             self.options.rule,
             vocabulary=self.vocabulary,
             failures=failures,
-            doubts=self._doubts(),
+            doubts=[*proof.doubts, *self._doubts()],
         )
         document = self._document(verdict, plan, base, again, test)
+        document["notes"] += proof.notes
         self._write_records(verdict, plan, base, again, test)
         self._write(document)
         return AccuracyResult(verdict, document)
@@ -452,20 +464,35 @@ class _Run:
             fault = f", fault {options.plant}" if options.plant and letter == "B" else ""
             _say(letter, f"starting {arm.label}{fault}")
             facts.ready_s = server.wait_ready(options.start_timeout_s, lambda elapsed: None)
-            before = self.read_counters(state)
+            facts.counters_at_start = self.read_counters(state)
+            log_from = log_size(server.log)
             yield server
         # Read after the end, so that counts which a process writes last are in.
-        facts.counters = counted_between(before, self.read_counters(state))
+        facts.counters = counted_between(facts.counters_at_start, self.read_counters(state))
+        facts.graph_batches = graph_batches(server.log, log_from)
         shutil.rmtree(state, ignore_errors=True)
+
+    def _proof(self) -> Proof:
+        b = self.facts["B"]
+        return proof_of(
+            "B", self.options.features, b.counters, b.counters_at_start, b.graph_batches
+        )
 
     def _doubts(self) -> list[str]:
         doubts = []
-        if self.facts["A"].counters:
-            shown = ", ".join(sorted(self.facts["A"].counters))
-            doubts.append(f"A is stock but shows counters of {shown}")
+        if counted := self.facts["A"].counters | self.facts["A"].counters_at_start:
+            doubts.append(f"A is stock but shows counters of {', '.join(sorted(counted))}")
         plant = self.options.plant
-        if plant and self.facts["B"].counters.get(counter_name(plant), {}).get("engaged", 0) <= 0:
-            doubts.append(f"the planted fault {plant} never happened in B")
+        if plant:
+            # From the server's start on: a fault in a captured graph is counted at its capture alone, and a planted
+            # server is nothing but the fault.
+            b, name = self.facts["B"], counter_name(plant)
+            happened = sum(
+                counts.get(name, {}).get("engaged", 0)
+                for counts in (b.counters_at_start, b.counters)
+            )
+            if happened <= 0:
+                doubts.append(f"the planted fault {plant} never happened in B")
         return doubts
 
     def _document(
@@ -527,6 +554,8 @@ class _Run:
                     "server_version": facts.version,
                     "ready_s": facts.ready_s,
                     "counters": facts.counters,
+                    "counters_at_start": facts.counters_at_start,
+                    "graph_batches": facts.graph_batches,
                 }
                 for letter, facts in self.facts.items()
             },

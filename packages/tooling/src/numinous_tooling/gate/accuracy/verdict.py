@@ -19,7 +19,7 @@ verdict to the loss on the solutions.
 from itself the row is INCONCLUSIVE: nothing can be claimed in that setting.
 
 **Overall**, the first that applies: FAIL if a feature never engaged or B's answers are no numbers; INCONCLUSIVE if the
-measurement is in doubt (counters in stock, a cache hit where there may be none, or none where there must be one, a
+measurement is in doubt (counters in stock, a feature of which nobody knows whether it ran, a cache hit where there may be none, or none where there must be one, a
 planted fault that never happened); FAIL if a row fails; INCONCLUSIVE if a deciding row is; PASS.
 """
 
