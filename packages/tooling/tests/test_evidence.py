@@ -211,3 +211,10 @@ def test_every_record_and_every_table_of_this_checkout():
         )
     readmes = [*root.glob("*.md"), *root.glob("packages/*/README.md"), *root.glob("docs/*.md")]
     assert evidence.main(["--check", *map(str, readmes)]) == 0
+
+
+def test_lists_are_written_as_words(tmp_path):
+    made = dict.fromkeys(evidence.COMMON_FIELDS, "-") | {"gpu": "Z9", "features": ["a.b", "c.d"]}
+    evidence.append(tmp_path / "a.jsonl", [made])
+    block = "<!-- evidence: a.jsonl columns=features,gpu -->\n<!-- /evidence -->\n"
+    assert "| a.b, c.d | Z9 |" in evidence.render(block, tmp_path)

@@ -388,6 +388,8 @@ def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    if isinstance(value, list):
+        return ", ".join(_cell(item) for item in value)
     return "" if value is None else str(value).replace("|", "\\|")
 
 
