@@ -267,6 +267,14 @@ class TestAgainstHuggingFace:
         judge_saved.save(build(tiny("kimi-linear")), None, tmp_path / "kimi")
         with pytest.raises(ValueError, match="not released in FP8"):
             judge_saved.write_fp8(tmp_path / "kimi", tmp_path / "fp8")
+        with pytest.raises(ValueError, match="quantised already"):
+            judge_saved.write_fp8(tmp_path / "fp8", tmp_path / "again")
+        weights = (tmp_path / "glm" / judge_saved.WEIGHTS).read_bytes()
+        with pytest.raises(ValueError, match="would be lost"):
+            judge_saved.write_fp8(tmp_path / "glm", tmp_path / "fp8/../glm")
+        assert (tmp_path / "glm" / judge_saved.WEIGHTS).read_bytes() == weights
+        with pytest.raises(ValueError, match="no finite number"):
+            judge_saved.block_fp8(torch.tensor([[1.0, float("nan")]]))
 
     def test_records_of_a_training_and_of_a_check_are_evidence(self, tmp_path: Path) -> None:
         written = {
@@ -793,7 +801,9 @@ class TestCheckEngine:
         ],
         ids=["right", "prefill", "decode", "half", "list", "empty"],
     )
-    def test_verdict(self, wrong: Any, code: int, tmp_path: Path) -> None:
+    def test_verdict(
+        self, wrong: Any, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         config = tiny("glm-dsa")
         tokenizer = judge_corpus.train_tokenizer([TestCorpus.TEXT], 300, step=1)
         text = tmp_path / "text.txt"
@@ -810,6 +820,10 @@ class TestCheckEngine:
             arguments = ["--model", str(folder), "--text", str(text), "--url", url]
             arguments += ["--device", "cpu", "--windows", "2", "--length", "12", "--answer", "3"]
             assert check_engine.main(arguments) == code
+            if code < 2:
+                # The stand-in computes what the module does, so bf16 is all that is left, and it is something.
+                report = json.loads(capsys.readouterr().out)
+                assert 0 < report["rounding_difference"] < 0.05
         finally:
             server.shutdown()
             server.server_close()

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -35,15 +38,95 @@ def test_parts_are_those_of_the_script() -> None:
     # A part may stand in both branches of a condition.
     parts = dict.fromkeys(re.findall(r"^ *part ([\w-]+) ", script, re.MULTILINE))
     assert [*parts, "test-cpu"] == list(budget())
-    assert script.rstrip().endswith('cat "$others"\nexit "$code"'), (
-        "pytest's closing line must be the last one printed"
-    )
 
 
 def test_no_test_is_left_out() -> None:
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     chosen = re.findall(r"pytest -m (\w+|\"[\w ]+\")", script)
     assert sorted(chosen) == ['"not engine"', "engine"]
+
+
+# Stands in for both runs of pytest: tells its process id, waits, says its closing line, exits as it is told.
+STUB = """\
+#!/usr/bin/env -S python3 -u
+import os, sys, time
+
+name = "engine" if sys.argv[-1] == "engine" else "others"
+with open(f"{name}.pid", "w") as file:
+    file.write(str(os.getpid()))
+try:
+    time.sleep(float(os.environ[f"{name}_s"]))
+except KeyboardInterrupt:
+    print(f"{name} interrupted")
+    sys.exit(2)
+print(f"== {name} closing ==")
+sys.exit(int(os.environ.get(f"{name}_exit", "0")))
+"""
+
+
+def run_tail(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """The end of the script, which runs the tests in two processes, with a stub in place of Python."""
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    part = re.search(r"^part\(\) \{.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    assert part is not None
+    tail = script[script.index("# Tests that start the engine wait") :]
+    (folder / "tail.sh").write_text(
+        f"set -euo pipefail\nshared=stub\n{part.group()}\n{tail}", encoding="utf-8"
+    )
+    (folder / "stub").write_text(STUB, encoding="utf-8")
+    (folder / "stub").chmod(0o755)
+    return subprocess.Popen(
+        ["bash", "tail.sh"],
+        cwd=folder,
+        env={**os.environ, "engine_s": "0", "others_s": "0", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "others", "code", "last"),
+    [
+        ("0", "0", 0, "others"),
+        ("0", "3", 3, "others"),
+        ("1", "0", 1, "engine"),
+        ("1", "3", 3, "others"),
+        ("5", "0", 5, "engine"),
+    ],
+)
+def test_exit_code_and_last_line(
+    tmp_path: Path, engine: str, others: str, code: int, last: str
+) -> None:
+    process = run_tail(tmp_path, engine_exit=engine, others_exit=others, others_s="0.3")
+    said, _ = process.communicate()
+    assert process.returncode == code, said
+    # The closing line of a run that failed, where one did.
+    assert said.splitlines()[-1] == f"== {last} closing ==", said
+    assert said.index("engine closing") < said.index("others closing")
+
+
+@pytest.mark.parametrize(
+    "whole_group", [True, False], ids=["ctrl-c", "only the script is terminated"]
+)
+def test_interrupt_leaves_nothing_running(tmp_path: Path, whole_group: bool) -> None:
+    # Where only the script is told, it hears it once the run in the foreground is over.
+    process = run_tail(tmp_path, engine_s="60" if whole_group else "3", others_s="60")
+    pids = [tmp_path / "engine.pid", tmp_path / "others.pid"]
+    while not all(file.exists() and file.read_text("utf-8") for file in pids):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.2)  # until the stubs wait
+    if whole_group:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.terminate()
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == (130 if whole_group else 143), said
+    for file in pids:
+        assert not Path("/proc", file.read_text("utf-8")).exists(), f"{file.stem} still runs"
 
 
 def test_script_is_valid_bash() -> None:

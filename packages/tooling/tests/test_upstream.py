@@ -511,6 +511,12 @@ def test_records_of_a_run_on_the_cpu_are_refused(capsys):
     assert "--evidence is for runs with --device cuda" in capsys.readouterr().err
 
 
+def test_a_fix_is_not_taken_for_the_file_of_evidence(capsys):
+    fix = "0001-mla-fp4-move-scales"
+    assert upstream_main(["run", "--device", "cuda", "--evidence", fix]) == 2
+    assert f"--evidence {fix} is no .jsonl file" in capsys.readouterr().err
+
+
 def test_the_version_in_records_is_the_package_s():
     project = tomllib.loads(
         (Path(__file__).parents[3] / "upstream-fixes" / "pyproject.toml").read_text()

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         report = measure(options)
-    except (GateError, PatchError, RepoError, OSError, ValueError) as error:
+    except (GateError, PatchError, RepoError, OSError, RuntimeError, ValueError) as error:
         print(f"gguf_served: {error}", file=sys.stderr)
         return 2
     print(json.dumps(report, indent=2))
@@ -95,6 +95,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     fixes = read_fixes(find_checkout().root / FOLDER, [options.fix])
     if len(fixes) != 1:
         raise ValueError(f"--fix {options.fix} names {len(fixes)} fixes; want one")
+    if fixes[0].project != "sglang":
+        raise ValueError(f"--fix {options.fix} patches {fixes[0].project}; want a fix of sglang")
     rows = token_windows(options)
     report: dict[str, Any] = {"reference": perplexity(reference(options, rows))}
     with tempfile.TemporaryDirectory(prefix="gguf-") as scratch:
@@ -177,7 +179,10 @@ def engine(
                     "return_logprob": True,
                     "logprob_start_len": 0,
                 }
-                answer = http.post("/generate", json=body).raise_for_status().json()
+                try:
+                    answer = http.post("/generate", json=body).raise_for_status().json()
+                except httpx.HTTPError as error:
+                    raise GateError(f"server {name} gave no answer: {error}") from error
                 entries = answer["meta_info"]["input_token_logprobs"]
                 if [entry[1] for entry in entries] != row:
                     raise GateError(f"server {name} gave log-probabilities of other tokens")

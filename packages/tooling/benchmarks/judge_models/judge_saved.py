@@ -95,14 +95,16 @@ def write_fp8(folder: Path, out: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if not is_glm(config):
         raise ValueError(f"{folder}: {config['model_type']} is not released in FP8 blocks")
+    if "quantization_config" in config:
+        raise ValueError(f"{folder}: is quantised already")
+    if out.resolve() == folder.resolve():
+        raise ValueError(f"{out}: is the model itself, which would be lost; name another folder")
     config["quantization_config"] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
     }
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / "config.json", config)
     tensors = {}
     for name, tensor in load_file(folder / WEIGHTS).items():
         if _is_fp8(name, tensor):
@@ -110,6 +112,8 @@ def write_fp8(folder: Path, out: Path) -> None:
             tensors |= {name: codes, name.removesuffix("weight") + "weight_scale_inv": scales}
         else:
             tensors[name] = tensor
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "config.json", config)
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     for path in (*folder.glob("tokenizer*.json"), folder / "generation_config.json"):
         shutil.copy(path, out)
@@ -122,6 +126,8 @@ def _is_fp8(name: str, tensor: Tensor) -> bool:
 
 def block_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 codes [rows, columns] and fp32 scales [⌈rows / 128⌉, ⌈columns / 128⌉]; code × scale is the weight."""
+    if not weight.isfinite().all():
+        raise ValueError("a weight that is no finite number has no scale")
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(
         weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)

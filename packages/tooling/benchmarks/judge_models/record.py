@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         if path is None:
             path = evidence.find_evidence(Path(__file__).parent) / "gate" / "judge_models.jsonl"
         evidence.append(path, made)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         print(f"record: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(f"{len(made)} records in {path}")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from judge_saved import write_fp8
+from safetensors import SafetensorError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -20,8 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         write_fp8(options.model, options.out)
-    except (OSError, ValueError) as error:
-        print(f"to_fp8: {error}", file=sys.stderr)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        print(f"to_fp8: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(options.out)
     return 0

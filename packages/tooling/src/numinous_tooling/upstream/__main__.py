@@ -111,6 +111,10 @@ def _run(root: Path, options: argparse.Namespace) -> int:
         raise PatchError(
             "--evidence is for runs with --device cuda; tests on the CPU repeat everywhere"
         )
+    if options.evidence not in (None, Path()) and options.evidence.suffix != ".jsonl":
+        raise PatchError(
+            f"--evidence {options.evidence} is no .jsonl file; names of fixes go before it"
+        )
     if options.device != run.CPU:
         from numinous_tooling.gate.provenance import gpu_names
 
@@ -134,8 +138,6 @@ def _run(root: Path, options: argparse.Namespace) -> int:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if options.evidence is not None:
-        _record(root, options, report)
     for line in report["problems"]:
         print(f"upstream: {line}")
     counts = ", ".join(f"{number} {word}" for word, number in sorted(report["counts"].items()))
@@ -145,6 +147,8 @@ def _run(root: Path, options: argparse.Namespace) -> int:
         for word in ("still", "fixed", "undecided"):
             number = sum(state["state"] == word for state in states)
             print(f"upstream: {project} {version}: {number} {word}")
+    if options.evidence is not None:
+        _record(root, options, report)
     return 0 if report["holds"] else 1
 
 
