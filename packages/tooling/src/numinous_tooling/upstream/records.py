@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REPRODUCED = "reproduced"
+from numinous_tooling import evidence
+
+from .run import REPRODUCED
+
 VERSION = "0.1.0"
 """Of numinous-upstream-fixes, which need not be installed where its tests run; a test compares."""
 FILE = Path("evidence", "upstream-fixes", "fixes.jsonl")
@@ -50,7 +52,6 @@ def gpus_of(root: Path) -> dict[str, list[str]]:
     file = root.resolve().parent / FILE
     found: dict[str, set[str]] = {}
     if file.is_file():
-        for line in file.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for record in evidence.load(file):
             found.setdefault(record["case"], set()).add(record["gpu"])
     return {name: sorted(gpus) for name, gpus in found.items()}
