@@ -45,6 +45,7 @@ def together(running, new_tokens: int = 12) -> tuple[str, list[list[int]]]:
     begin = len(running.batches())
     tokens = running.generate(*PROMPTS, new_tokens=new_tokens)
     anchor.join()
+    running.settle()
     order = running.batches()[begin:]
     return order[order.index("P") :], tokens
 
@@ -80,6 +81,7 @@ def test_burst_order_chunks_and_early_exit(serve, stock_tokens):
         # Two tokens each: one from the prefill, one from a decode step. Nothing is left then: no waiting, no idling.
         begin = len(running.batches())
         running.generate(*[prompt(seed, 40) for seed in range(11, 15)], new_tokens=2)
+        running.settle()
         assert running.batches()[begin:] == "PDPDPDPD"
         totals = running.totals(FEATURE.id)
         assert totals["engaged"] >= 9

@@ -119,9 +119,20 @@ class Running:
         return httpx.post(f"{self.server.url}{path}", json=body, timeout=60, trust_env=False)
 
     def batches(self) -> str:
-        """Every batch so far, ``P`` or ``D`` a letter, in the order in which the scheduler ran them."""
+        """Every batch so far, ``P`` or ``D`` a letter, in the order in which the scheduler ran them.
+
+        The scheduler answers a request before it logs the batch that ended it: `settle` first where the last one counts.
+        """
         kinds = re.findall(r"(Prefill|Decode) batch, #", self.server.log.read_text())
         return "".join(kind[0] for kind in kinds)
+
+    def settle(self) -> None:
+        """Return when the scheduler is through with the batches whose answers are out, their log lines included.
+
+        It takes requests between batches only, so whatever it answers next comes after them.
+        """
+        answer = httpx.get(f"{self.server.url}/server_info", timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
 
     def totals(self, feature: str) -> dict[str, int]:
         """Counters of a feature, summed over the processes of this server."""
