@@ -98,6 +98,10 @@ def test_what_f16_cannot_take_is_one_line(
 def test_a_wrong_fix_is_refused(
     fix: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--gguf", str(tmp_path / "m.gguf"), "--text", str(tmp_path / "t.txt"), "--fix", fix]
-    assert gguf_served.main([*words, "--device", "cpu"]) == 2
-    assert said in capsys.readouterr().err
+    words = ["--gguf", str(tmp_path / "m.gguf"), "--text", str(tmp_path / "t.txt"), "--device", "cpu"]  # fmt: skip
+    good = "0061-gguf-llama-rope-layout"
+    for flags in (["--fix", fix], ["--base", fix, "--fix", good]):
+        assert gguf_served.main([*words, *flags]) == 2
+        assert said in capsys.readouterr().err
+    assert gguf_served.main([*words, "--base", "0061*", "--fix", good]) == 2
+    assert "stands twice" in capsys.readouterr().err

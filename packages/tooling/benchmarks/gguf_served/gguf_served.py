@@ -10,6 +10,8 @@ Three readings of the same windows of tokens, each token's log-probability given
 2. *released*: a server of the installed engine;
 3. *patched*: a server of a copy of it in which `upstream-fixes/sglang/<fix>/fix.patch` is applied.
 
+With `--base FIX`, which may stand several times, *released* and *patched* both have those fixes too: where one bug hides another.
+
 A released server that does not start is a reading too: its last error line. The patch holds where the mean loss of
 *patched* is within `--limit` nats of the reference's (the engine computes products of packed weights with activations
 of 8 bits, so the two are not equal) and *released* is further away or does not start. Exit 0: the patch holds; 1: it
@@ -46,7 +48,7 @@ from numinous_tooling.gate.errors import GateError, ServerFailed
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.errors import PatchError
 from numinous_tooling.repo.checkout import RepoError, find_checkout
-from numinous_tooling.upstream.headers import FOLDER, read_fixes
+from numinous_tooling.upstream.headers import FOLDER, Fix, read_fixes
 from numinous_tooling.upstream.records import VERSION
 from numinous_tooling.upstream.trees import patched, released
 
@@ -80,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--gguf", type=Path, required=True)
     out.add_argument("--text", type=Path, required=True, help="plain text to score")
     out.add_argument("--fix", required=True, help="folder name below upstream-fixes/sglang")
+    out.add_argument("--base", action="append", default=[], help="a fix that both servers have")
     out.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the reference and of the record")  # fmt: skip
     out.add_argument("--windows", type=int, default=16)
     out.add_argument("--length", type=int, default=512, help="tokens of a window")
@@ -92,18 +95,20 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Mean losses in nats and perplexities of the three readings; `holds` judges the patch."""
-    fixes = read_fixes(find_checkout().root / FOLDER, [options.fix])
-    if len(fixes) != 1:
-        raise ValueError(f"--fix {options.fix} names {len(fixes)} fixes; want one")
-    if fixes[0].project != "sglang":
-        raise ValueError(f"--fix {options.fix} patches {fixes[0].project}; want a fix of sglang")
+    base = [fix_of(name) for name in options.base]
+    both = [*base, fix_of(options.fix)]
+    if len({fix.name for fix in both}) < len(both):
+        raise ValueError("the same fix stands twice in --base and --fix")
     rows = token_windows(options)
     report: dict[str, Any] = {"reference": perplexity(reference(options, rows))}
     with tempfile.TemporaryDirectory(prefix="gguf-") as scratch:
         folder = Path(scratch)
         tree, _ = released("sglang", None, folder)
-        copy = patched(fixes, tree, folder / "patched")
-        for name, path in (("released", tree), ("patched", copy)):
+        trees = {
+            "released": patched(base, tree, folder / "base") if base else tree,
+            "patched": patched(both, tree, folder / "patched"),
+        }
+        for name, path in trees.items():
             try:
                 report[name] = perplexity(engine(name, path, options, rows, folder))
             except ServerFailed as failure:
@@ -116,6 +121,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
     report["holds"] = away["patched"] <= options.limit < away["released"]
     return report
+
+
+def fix_of(name: str) -> Fix:
+    """The fix of a folder name or a part of it.
+
+    Raises:
+        ValueError: it names none or several, or one of another project.
+    """
+    fixes = read_fixes(find_checkout().root / FOLDER, [name])
+    if len(fixes) != 1:
+        raise ValueError(f"{name} names {len(fixes)} fixes; want one")
+    if fixes[0].project != "sglang":
+        raise ValueError(f"{name} patches {fixes[0].project}; want a fix of sglang")
+    return fixes[0]
 
 
 def token_windows(options: argparse.Namespace) -> list[list[int]]:
@@ -216,7 +235,7 @@ def record(
         **common,
         "op": "gguf_served",
         "case": f"{options.gguf.name}, {options.windows} windows of {options.length} tokens of {options.text.name}",
-        "provider": options.fix,
+        "provider": " on ".join([options.fix, *reversed(options.base)]),
         "provider_version": common["engine"],
         "n": report["reference"]["tokens"],
         **{name: report[name] for name in ("reference", "released", "patched")},
