@@ -377,8 +377,10 @@ def test_what_the_server_takes_is_found_out(
 
 
 def test_server_that_takes_nothing_says_why() -> None:
-    with pytest.raises(RequestFailed, match="HTTP 400: planted refusal"):
+    with pytest.raises(RequestFailed, match=r"HTTP 400: planted refusal; .*: give --free-lengths$"):
         talk(Scripted(["exact"]), lambda client: agree(client, job()))
+    with pytest.raises(RequestFailed, match=r"HTTP 400: planted refusal$"):
+        talk(Scripted(["ids", "exact"]), lambda client: agree(client, job(prompts="ids")))
     form = talk(Scripted(["exact"]), lambda client: agree(client, job(exact=False)))
     assert form.prompts == "ids"
 

@@ -33,6 +33,7 @@ import httpx
 from numinous_tooling.gate import answers, prompts
 from numinous_tooling.gate.apis import (
     CONNECT_TIMEOUT_S,
+    NOT_TAKEN,
     CannotFlush,
     NativeGenerateClient,
     OpenAiClient,
@@ -189,7 +190,19 @@ async def agree(client: ServingClient, job: dict[str, Any]) -> prompts.Form:
     wanted = [form.prompts]
     if form.prompts == "auto":
         wanted = ["ids", "text"] if words else ["ids"]
-    taken = await client.negotiate([by_form[name] for name in wanted])
+    asked = [by_form[name] for name in wanted]
+    try:
+        taken = await client.negotiate(asked)
+    except RequestFailed as refusal:
+        if not form.exact or refusal.status not in NOT_TAKEN:
+            raise
+        try:  # strict servers know OpenAI's own fields only
+            await client.negotiate([replace(request, exact=False) for request in asked])
+        except RequestFailed:
+            raise refusal from None
+        raise RequestFailed(
+            f"{refusal}; it takes requests without ignore_eos and min_tokens: give --free-lengths"
+        ) from refusal
     form = replace(form, prompts=next(name for name in wanted if by_form[name] == taken))
     if form.prompts == "ids" or job["is_text"]:
         return form
