@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -161,9 +162,12 @@ def _ended_at_exit(process: subprocess.Popen) -> Iterator[None]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports of outgoing connections, one of which could take it while a server loads."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -448,8 +449,12 @@ def client_processes(
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of the loopback interface that is free at this moment.
+
+    Below the ports that systems give to outgoing connections: one of those would not stay free while a server loads.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
