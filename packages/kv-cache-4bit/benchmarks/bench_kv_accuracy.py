@@ -109,8 +109,11 @@ def evaluate(
         reference = Trace()
         logs = base.logits(tokens, path, chunk, reference).log_softmax(-1)
         for name, codec in codecs.items():
-            trace = Trace()
-            theirs = codec.logits(tokens, path, chunk, trace).log_softmax(-1)
+            if codec.arm == BASE:
+                theirs, trace = logs, reference
+            else:
+                trace = Trace()
+                theirs = codec.logits(tokens, path, chunk, trace).log_softmax(-1)
             into = found[name]
             into.kl.append((logs.exp() * (logs - theirs)).sum(-1).double())
             into.flips.append(logs.argmax(-1) != theirs.argmax(-1))
