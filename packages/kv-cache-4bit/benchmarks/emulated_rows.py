@@ -57,7 +57,7 @@ class Arm:
         name: as reports call it.
         row: the format, or None for bf16.
         scales: how block scales are chosen.
-        above: a scale per layer over the block scales: none, the usual fp32 one, or the power of two nearest to it.
+        above: a scale per layer over the block scales: none, the usual fp32 one, or the power of two from it upwards.
         turned: latents are multiplied by Hadamard matrices of this size, folded into the weights; 0 for none.
         sorted: latent columns are put in the order of their size, folded into the weights.
         sinks: first tokens of a sequence whose rows stay bf16.
@@ -161,7 +161,9 @@ class Rows:
             assert seen is not None
             scales = [float(nvfp4_global_scale(torch.tensor([x]))) for x in seen.largest]
             if arm.above == "power":
-                scales = [2.0 ** round(math.log2(scale)) for scale in scales]
+                scales = [
+                    2.0 ** math.ceil(math.log2(scale)) for scale in scales
+                ]  # a smaller one would clip
             self._above = list(scales)
 
     def read(self, latent: Tensor, rope: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -197,14 +197,15 @@ def test_scales_above_come_from_the_trace(model: Any, tokens: Any) -> None:
     )
     for layer, largest in enumerate(seen.largest):
         assert fp32[layer] == pytest.approx(largest / 2688)
-        assert 0.7 < power[layer] / fp32[layer] < 1.42
+        assert 1.0 <= power[layer] / fp32[layer] < 2.0
         assert np.log2(power[layer]).is_integer()
     latent = torch.randn(40, 512).bfloat16()
     rope = torch.randn(40, 64).bfloat16()
     plain, _ = Rows(model, ARMS["kv4"]).read(latent, rope, 0)
-    above, _ = Rows(model, ARMS["kv4-global-power"], seen).read(latent, rope, 0)
     # A power of two changes no rounding where no block scale is subnormal or saturated.
-    assert (plain != above).float().mean() < 0.02
+    seen.largest = [float(latent.abs().max())] * 2
+    above, _ = Rows(model, ARMS["kv4-global-power"], seen).read(latent, rope, 0)
+    assert torch.equal(plain, above)
 
 
 def test_the_rope_part_in_int8(model: Any) -> None:
