@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import runpy
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -162,13 +164,12 @@ CANDIDATES = [schedule for schedule in kernels.SCHEDULES if schedule not in ("si
 
 
 @pytest.mark.tier("device", archs=("sm90",))
-@pytest.mark.parametrize("schedule", CANDIDATES)
+@pytest.mark.parametrize("schedule", CANDIDATES, ids=lambda schedule: f"by_{schedule}")
 @pytest.mark.parametrize("case", CANDIDATE_CASES, ids=case_id)
-def test_bits_of_candidates(case: Case, schedule: Any, gpu: torch.device, monkeypatch: Any) -> None:
+def test_bits_of_candidates(case: Case, schedule: Any, gpu: torch.device) -> None:
     """A candidate gives every bit that the launcher's own schedule gives, three times, and once with y in the place of x."""
     if reason := kernels.refuses(schedule, case.rows, case.hidden, case.residual):
         pytest.skip(reason)
-    _poison(monkeypatch)
     launch = kernels._launch_cuda
 
     def run(chosen: Any, y_is_x: bool = False) -> dict[str, torch.Tensor]:
@@ -178,10 +179,14 @@ def test_bits_of_candidates(case: Case, schedule: Any, gpu: torch.device, monkey
         call = kernels._checked(
             x, residual, inputs["weight"], EPS, case.scales, case.gemma, inputs["static_scale"], y, "cuda"
         )  # fmt: skip
+        scale = call.scale if case.scales in ("row", "tensor") else with_padding(call.scale)
+        # What earlier calls left in this memory may be right.
+        call.q.view(torch.uint8).fill_(0x7F)
+        if scale is not None:
+            scale.view(torch.int32).fill_(0x7F7F7F7F)
+        if y is not None and not y_is_x:
+            y.fill_(float("nan"))
         launch(call, chosen)
-        scale = call.scale
-        if scale is not None and case.scales != "row":
-            scale = with_padding(scale)
         out = {"q": call.q.view(torch.uint8), "scale": scale, "residual": residual}
         out = {k: v.contiguous() for k, v in out.items() if v is not None}
         return {**out, "y": workbench._ordered(y)} if y is not None else out
@@ -290,6 +295,28 @@ def test_launches_of_candidates(
     )
     kernels._launch_trial(call, schedule, "_add" if add else "", kernels._Params(), 132, 0)
     assert launches == [want]
+
+
+@pytest.mark.tier("ref")
+def test_trial_judges_and_times_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of the GPU run: its names are the schedules', and what fails or hangs is not among those it times."""
+    path = Path(__file__).parents[1] / "benchmarks" / "try_rmsnorm_quant.py"
+    trial = runpy.run_path(str(path))
+    assert list(trial["CANDIDATES"]) == CANDIDATES
+    everyone = {*workbench.TRIAL.implementations, *workbench.TRIAL.peers}
+    assert {*trial["OTHERS"], *CANDIDATES} == everyone
+    for case in workbench.TRIAL.bench_cases:
+        takers = [name for name in CANDIDATES if workbench.TRIAL.peers[name].refuses(case) is None]
+        assert takers, case_id(case)
+    python = [sys.executable, "-c"]
+    commands = {
+        "right": [*python, "print('1 passed')"],
+        "wrong": [*python, "raise SystemExit('a bit differs')"],
+    }
+    assert trial["judged"](commands, 300) == ["right"]
+    assert "a bit differs" in capsys.readouterr().out
+    assert trial["judged"]({"hangs": [*python, "import time; time.sleep(600)"]}, 1) == []
+    assert "no end after 1 s" in capsys.readouterr().out
 
 
 @pytest.mark.tier("ref")
