@@ -33,6 +33,8 @@ FOLDER = Path(kernels.__file__).parents[1] / "csrc" / "rmsnorm_quant"
 FLAGS = ("-std=c++20", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fPIC", "-shared", "-pthread")  # fmt: skip
 LIBRARIES = {"usual": (), "trial": ("-DNUMINOUS_TRIAL=1",)}
 
+AT_ONCE, LATE, NOT_AWAITED = range(3)  # `Copies`
+
 pytestmark = pytest.mark.tier("ref")
 
 
@@ -51,11 +53,11 @@ def build(to: Path, sources: Path = FOLDER) -> dict[str, Path]:
 class _Kernel:
     """Stands in for `launch.Kernel`."""
 
-    def __init__(self, libraries: dict[str, Path], name: str, seed: int, late: bool) -> None:
+    def __init__(self, libraries: dict[str, Path], name: str, seed: int, copies: int) -> None:
         trial = name.startswith(("prompt", "ring", "split"))
         self.library = ctypes.CDLL(str(libraries["trial" if trial else "usual"]))
         self.entry = ctypes.cast(getattr(self.library, name), ctypes.c_void_p)
-        self.seed, self.late = seed, late
+        self.seed, self.copies = seed, copies
 
     def blocks_per_processor(self, threads: int, shared: int) -> int:
         return 2
@@ -63,7 +65,7 @@ class _Kernel:
     def __call__(self, grid: Any, threads: int, args: Any, *, shared: int, cluster: Any = None, **_: Any) -> None:  # fmt: skip
         width = cluster[0] if cluster else 1
         assert grid[0] % width == 0
-        self.library.emulate(self.entry, ctypes.byref(args[0]), grid[0], threads, shared, width, self.seed, self.late)  # fmt: skip
+        self.library.emulate(self.entry, ctypes.byref(args[0]), grid[0], threads, shared, width, self.seed, self.copies)  # fmt: skip
 
 
 def answers(
@@ -72,7 +74,7 @@ def answers(
     schedule: kernels.Schedule,
     processors: int,
     seed: int,
-    late: bool,
+    copies: int,
     y_is_x: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Every output of a schedule on a GPU of so few multiprocessors, scales with their padding."""
@@ -88,7 +90,7 @@ def answers(
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         load: Callable[..., Any] = lambda name, variant: _Kernel(
-            libraries, name + variant, seed, late
+            libraries, name + variant, seed, copies
         )
         stack.enter_context(mock.patch.object(kernels, "_load", load))
         inputs = OP.make_inputs(case, 7, "cpu")
@@ -169,20 +171,20 @@ def test_bits_of_every_schedule(
 ) -> None:
     """All schedules give the bits of "stream", whatever the order of threads and copies; and "stream" is near the reference."""
 
-    def run(schedule: kernels.Schedule, seed: int, late: bool) -> dict[str, torch.Tensor]:
+    def run(schedule: kernels.Schedule, seed: int, copies: int) -> dict[str, torch.Tensor]:
         return own_process.submit(
-            answers, libraries, case, schedule, processors, seed, late
+            answers, libraries, case, schedule, processors, seed, copies
         ).result()
 
-    want = run("stream", 0, False)
+    want = run("stream", 0, AT_ONCE)
     reference = OP.reference(case, OP.make_inputs(case, 7, "cpu"))
     OP.compare(case, {k: v for k, v in want.items() if k != "padded"}, reference)
     if "padded" in want:
         assert not want["padded"][case.rows :].any()
     for schedule in _schedules(case):
-        _same(run(schedule, 1, True), want)
+        _same(run(schedule, 1, LATE), want)
         if schedule.startswith("ring"):
-            _same(run(schedule, 2, False), want)
+            _same(run(schedule, 2, AT_ONCE), want)
 
 
 @pytest.mark.parametrize("schedule", ["split", "ring", "ring_wide"])
@@ -192,7 +194,17 @@ def test_y_may_be_x(
     """Blocks that share a row read all of it before one of them writes."""
     case = Case(3, 4096, bf16=True)
     want, got = (
-        own_process.submit(answers, libraries, case, schedule, 12, 3, False, y_is_x).result()
+        own_process.submit(answers, libraries, case, schedule, 12, 3, AT_ONCE, y_is_x).result()
         for y_is_x in (False, True)
     )
     _same(got, want)
+
+
+def test_a_fault_is_seen(libraries: dict[str, Path], own_process: ProcessPoolExecutor) -> None:
+    """Rows that nobody waits for give other bits."""
+    right, wrong = (
+        own_process.submit(answers, libraries, Case(2, 4096), "ring", 1, 4, copies).result()
+        for copies in (LATE, NOT_AWAITED)
+    )
+    with pytest.raises(AssertionError, match="q"):
+        _same(wrong, right)

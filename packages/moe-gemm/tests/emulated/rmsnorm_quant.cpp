@@ -54,6 +54,8 @@ struct Cluster {
   int arrived = 0, round = 0, threads = 0;
 };
 
+enum class Copies { kAtOnce, kLate, kNotAwaited };  // the last is a planted fault: nobody waits for bulk copies
+
 struct Copy {
   void* to;
   const void* from;
@@ -78,7 +80,7 @@ struct Block {
   Cluster* cluster;
   int cluster_round[kMaxThreads];
   unsigned threads, thread;
-  bool late;
+  Copies copies;
   int64_t progress = 0;
 };
 
@@ -227,7 +229,7 @@ void forget(uint4&) {}
 void copy_async(uint4* to, const void* from, bool inside) {
   if (!inside) {
     *to = uint4{};
-  } else if (block->late) {
+  } else if (block->copies != Copies::kAtOnce) {
     block->own[threadIdx.x].push_back({to, from, 16});
   } else {
     std::memcpy(to, from, 16);
@@ -260,7 +262,7 @@ void arrivals_expect(uint64_t* barrier, uint32_t bytes) {
 void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   if (bits_as<uintptr_t>(to) % 16 || bits_as<uintptr_t>(from) % 16 || bytes % 16) fail("a bulk copy is not aligned");
   Arrivals& of = block->arrivals.at(barrier);
-  if (block->late) {
+  if (block->copies != Copies::kAtOnce) {
     of.late.push_back({to, from, bytes});
     return;
   }
@@ -275,7 +277,7 @@ void wait_until_said(const int* where, int value) {
 }
 
 void arrivals_wait(uint64_t* barrier, uint32_t phase) {
-  for (;;) {
+  while (block->copies != Copies::kNotAwaited) {
     Arrivals& of = block->arrivals.at(barrier);
     for (const Copy& copy : of.late) {
       std::memcpy(copy.to, copy.from, copy.bytes);
@@ -336,12 +338,12 @@ void enter(unsigned high, unsigned low) {
 }
 
 void run_block(const Start& start, unsigned index, unsigned grid, unsigned threads, int shared, Cluster* cluster, char* stacks,
-               unsigned seed, bool late) {
+               unsigned seed, Copies copies) {
   auto here = std::make_unique<Block>();
   block = here.get();
   block->fibers.resize(threads);
   block->ended.resize(threads);
-  block->threads = threads, block->cluster = cluster, block->late = late;
+  block->threads = threads, block->cluster = cluster, block->copies = copies;
   blockIdx.x = index, gridDim.x = grid, blockDim.x = threads;
   std::memset(weights, 0xff, sizeof(weights));  // NaN
   std::memset(row_values, 0xff, sizeof(row_values));
@@ -390,7 +392,7 @@ void run_block(const Start& start, unsigned index, unsigned grid, unsigned threa
 
 // Runs a grid, cluster by cluster. The process ends with code 3 where a kernel breaks a rule.
 extern "C" void emulate(void* kernel, const void* params, unsigned grid, unsigned threads, int shared, unsigned cluster,
-                        unsigned seed, int late) {
+                        unsigned seed, int copies) {
   const Start start{reinterpret_cast<Kernel>(kernel), static_cast<const Params*>(params)};
   const size_t of_block = static_cast<size_t>(threads) * kStack;
   std::vector<char> stacks(of_block * cluster);
@@ -400,7 +402,7 @@ extern "C" void emulate(void* kernel, const void* params, unsigned grid, unsigne
     std::vector<std::thread> blocks;
     for (unsigned i = 0; i < cluster; ++i)
       blocks.emplace_back(run_block, std::cref(start), first + i, grid, threads, shared, &meeting, stacks.data() + i * of_block,
-                          seed, late != 0);
+                          seed, static_cast<Copies>(copies));
     for (std::thread& each : blocks) each.join();
   }
 }
