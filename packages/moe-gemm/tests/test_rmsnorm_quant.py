@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import runpy
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,66 @@ def test_layout_of_deep_gemm(rows: int, hidden: int, gpu: torch.device) -> None:
     assert_bitwise_equal("scale", out.scale, packed)
 
 
+CANDIDATE_CASES = [
+    *(
+        Case(rows, hidden, residual=residual, scales=scales, bf16=True, values=values)
+        for rows, scales, values in (
+            (1, "column", "normal"),
+            (9, "ue8m0", "edges"),
+            (9, "column", "edges"),
+            (34, "row", "normal"),
+            (66, "tensor", "normal"),
+        )
+        for hidden in (4096, 7168)
+        for residual in (False, True)
+    ),
+    # Every place of every ring is used again, in both phases, and not all groups have the last row.
+    *(
+        Case(rows, hidden, residual=residual)
+        for rows, hidden in ((4096, 7168), (7001, 4096))
+        for residual in (False, True)
+    ),
+    Case(266, 7168, residual=True, gemma=True, bf16=True),
+]
+CANDIDATES = [schedule for schedule in kernels.SCHEDULES if schedule not in ("single", "stream")]
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("schedule", CANDIDATES, ids=lambda schedule: f"by_{schedule}")
+@pytest.mark.parametrize("case", CANDIDATE_CASES, ids=case_id)
+def test_bits_of_candidates(case: Case, schedule: Any, gpu: torch.device) -> None:
+    """A candidate gives every bit that the launcher's own schedule gives, three times, and once with y in the place of x."""
+    if reason := kernels.refuses(schedule, case.rows, case.hidden, case.residual):
+        pytest.skip(reason)
+    launch = kernels._launch_cuda
+
+    def run(chosen: Any, y_is_x: bool = False) -> dict[str, torch.Tensor]:
+        inputs = OP.make_inputs(case, 5, gpu)
+        x, residual = inputs["x"], inputs["residual"]
+        y = x if y_is_x else torch.empty_like(x) if case.bf16 else None
+        call = kernels._checked(
+            x, residual, inputs["weight"], EPS, case.scales, case.gemma, inputs["static_scale"], y, "cuda"
+        )  # fmt: skip
+        scale = call.scale if case.scales in ("row", "tensor") else with_padding(call.scale)
+        # What earlier calls left in this memory may be right.
+        call.q.view(torch.uint8).fill_(0x7F)
+        if scale is not None:
+            scale.view(torch.int32).fill_(0x7F7F7F7F)
+        if y is not None and not y_is_x:
+            y.fill_(float("nan"))
+        launch(call, chosen)
+        out = {"q": call.q.view(torch.uint8), "scale": scale, "residual": residual}
+        out = {k: v.contiguous() for k, v in out.items() if v is not None}
+        return {**out, "y": workbench._ordered(y)} if y is not None else out
+
+    want = run(None)
+    for y_is_x in (False, False, False, *([True] if case.bf16 else [])):
+        got = run(schedule, y_is_x)
+        for name, value in want.items():
+            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[value.element_size()]
+            assert_bitwise_equal(name, got[name].view(kind), value.view(kind))
+
+
 # --- Launches and machine code -----------------------------------------------------------------------------------------
 
 
@@ -167,8 +229,9 @@ class _Recorded:
     def blocks_per_processor(self, threads: int, shared: int) -> int:
         return 4
 
-    def __call__(self, grid: Any, threads: int, args: Any, *, shared: int, **_: Any) -> None:
-        self.launches.append((self.name, grid, threads, shared))
+    def __call__(self, grid: Any, threads: int, args: Any, *, shared: int, **more: Any) -> None:
+        launched = (self.name, grid, threads, shared)
+        self.launches.append((*launched, more["cluster"]) if "cluster" in more else launched)
 
 
 @pytest.mark.tier("ref")
@@ -205,6 +268,64 @@ def test_launches(
         kernels._Call(x, residual, x[0], x, None, None, None, rows, rows, hidden, 0, EPS, 0.0, "")
     )
     assert launches == [want]
+
+
+@pytest.mark.tier("ref")
+@pytest.mark.parametrize(
+    ("schedule", "rows", "hidden", "add", "want"),
+    [
+        ("prompt", 1, 7168, False, ("prompt_1", (4,), 896, 28672, None)),
+        ("split", 1, 4096, False, ("split_64_8_4", (16,), 64, 0, None)),
+        ("split", 33, 7168, True, ("split_128_7_4_add", (144,), 128, 0, (4,))),
+        ("split", 34, 7168, True, ("split_128_7_2_add", (72,), 128, 0, (2,))),
+        ("ring", 100, 4096, True, ("ring_64_8_add", (100,), 512, 231424, None)),
+        ("ring", 4096, 7168, False, ("ring_128_7", (132,), 512, 231424, None)),
+        ("ring_wide", 4096, 4096, False, ("ring_wide_64_8", (132,), 768, 231424, None)),
+    ],
+)  # fmt: skip
+def test_launches_of_candidates(
+    schedule: Any, rows: int, hidden: int, add: bool, want: Any, monkeypatch: Any
+) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr(kernels, "_load", lambda name, variant: _Recorded(name + variant, launches))
+    x = torch.empty(1, dtype=torch.bfloat16).expand(rows, hidden)
+    padded = -(-rows // 4) * 4
+    call = kernels._Call(
+        x, x if add else None, x[0], x, None, None, None, rows, padded, hidden, 0, EPS, 0.0, ""
+    )
+    kernels._launch_trial(call, schedule, "_add" if add else "", kernels._Params(), 132, 0)
+    assert launches == [want]
+
+
+@pytest.mark.tier("ref")
+def test_trial_judges_and_times_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command of the GPU run: its names are the schedules', and what fails or hangs is not among those it times."""
+    path = Path(__file__).parents[1] / "benchmarks" / "try_rmsnorm_quant.py"
+    trial = runpy.run_path(str(path))
+    assert list(trial["CANDIDATES"]) == CANDIDATES
+    everyone = {*workbench.TRIAL.implementations, *workbench.TRIAL.peers}
+    assert {*trial["OTHERS"], *CANDIDATES} == everyone
+    for case in workbench.TRIAL.bench_cases:
+        takers = [name for name in CANDIDATES if workbench.TRIAL.peers[name].refuses(case) is None]
+        assert takers, case_id(case)
+    python = [sys.executable, "-c"]
+    commands = {
+        "right": [*python, "print('1 passed')"],
+        "wrong": [*python, "raise SystemExit('a bit differs')"],
+    }
+    assert trial["judged"](commands, 300) == ["right"]
+    assert "a bit differs" in capsys.readouterr().out
+    assert trial["judged"]({"hangs": [*python, "import time; time.sleep(600)"]}, 1) == []
+    assert "no end after 1 s" in capsys.readouterr().out
+
+
+@pytest.mark.tier("ref")
+def test_candidates_refuse() -> None:
+    x = torch.empty(1, dtype=torch.bfloat16).expand(67, 4096)
+    call = kernels._Call(x, x, x[0], x, None, None, None, 67, 68, 4096, 0, EPS, 0.0, "")
+    for schedule, reason in (("split", "to 66 rows"), ("ring_wide", "without residual")):
+        with pytest.raises(NotImplementedError, match=reason):
+            kernels._launch_trial(call, schedule, "_add", kernels._Params(), 132, 0)  # type: ignore[arg-type]
 
 
 def _stored_before_wait(sass: str) -> list[str]:

@@ -279,6 +279,16 @@ _MORE = (
         if (name := f"stream_{width}_{count}") not in _USUAL
     ),
 )
+_TRIAL = (
+    "prompt_1",
+    *(f"ring_{shape}" for shape in ("64_8", "128_7")),
+    *(f"split_{shape}_{parts}" for shape in ("64_8", "128_7") for parts in (2, 4)),
+)
+_TRIAL_WIDE = ("ring_wide_64_8", "ring_wide_128_7")
+
+Schedule = Literal["single", "stream", "prompt", "split", "ring", "ring_wide"]
+SCHEDULES: tuple[Schedule, ...] = ("single", "stream", "prompt", "split", "ring", "ring_wide")
+"""The first two are chosen by the launcher; the others are candidates that no GPU has run."""
 
 BINARIES = (
     SourceBinary(
@@ -291,6 +301,18 @@ BINARIES = (
         source="csrc/rmsnorm_quant/kernel.cu",
         entries=[kernel + variant for kernel in _MORE for variant in _VARIANTS],
         defines={"NUMINOUS_MORE": "1"},
+        quick=False,
+    ),
+    # Candidates, see csrc/rmsnorm_quant/trial.cuh.
+    SourceBinary(
+        name="rmsnorm_quant_trial",
+        source="csrc/rmsnorm_quant/kernel.cu",
+        entries=[
+            *(kernel + variant for kernel in _TRIAL for variant in _VARIANTS),
+            *(kernel + variant for kernel in _TRIAL_WIDE for variant in _VARIANTS[:2]),
+        ],
+        archs=("sm90",),
+        defines={"NUMINOUS_TRIAL": "1"},
         quick=False,
     ),
 )
@@ -318,7 +340,55 @@ def stream_shared(hidden: int, held: int, add: bool) -> int:
     return 4 * hidden + 16 * STREAM_THREADS * held * (2 if add else 1)
 
 
-def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = None) -> None:
+RING_SHARED = 232448 - 1024  # `kRingShared` of trial.cuh
+RING_THREADS = {"ring": 512, "ring_wide": 768}
+SPLIT_ROWS = 66  # at most: two blocks of a row on 132 multiprocessors
+
+
+def refuses(schedule: Schedule, rows: int, hidden: int, add: bool) -> str | None:
+    """Why a candidate does not take a call; None where it does. "single" and "stream" take all."""
+    if schedule in ("single", "stream"):
+        return None
+    if schedule == "prompt":
+        return "hidden sizes to 8192 only" if hidden > 8 * SINGLE_THREADS else None
+    if hidden not in (4096, 7168):
+        return "hidden sizes 4096 and 7168 only"
+    if schedule == "ring_wide" and add:
+        return "without residual only"
+    if schedule == "split" and rows > SPLIT_ROWS:
+        return f"to {SPLIT_ROWS} rows only"
+    return None
+
+
+def _launch_trial(
+    call: _Call, schedule: Schedule, variant: str, params: _Params, processors: int, stream: int
+) -> None:
+    """Launch a candidate; raises NotImplementedError where it does not take the call."""
+    add = call.residual is not None
+    if reason := refuses(schedule, call.rows, call.hidden, add):
+        raise NotImplementedError(f"{schedule}: {reason}")
+    width = threads_per_row(call.hidden)
+    vectors = -(-call.hidden // (8 * width))
+    shared, cluster = 0, None
+    if schedule == "prompt":
+        kernel = _load("prompt_1", variant)
+        # Padding rows of the scales have blocks of their own.
+        grid, threads, shared = call.padded, width * vectors, 4 * call.hidden
+    elif schedule == "split":
+        # Four blocks of a row while each has a multiprocessor to itself.
+        parts = 4 if 4 * call.rows <= processors else 2
+        kernel = _load(f"split_{width}_{vectors}_{parts}", variant)
+        grid, threads = call.padded * parts, width
+        # The blocks of a row wait for each other where they write what the others read.
+        in_place = add or (call.y is not None and call.y.data_ptr() == call.x.data_ptr())
+        cluster = (parts,) if in_place else None
+    else:
+        kernel = _load(f"{schedule}_{width}_{vectors}", variant)
+        grid, threads, shared = min(processors, call.rows), RING_THREADS[schedule], RING_SHARED
+    kernel((grid,), threads, (params,), shared=shared, stream=stream, pdl=True, cluster=cluster)
+
+
+def _launch_cuda(call: _Call, schedule: Schedule | None = None) -> None:
     width = threads_per_row(call.hidden)
     vectors = -(-call.hidden // (8 * width))
     add = call.residual is not None
@@ -345,6 +415,9 @@ def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = Non
             # Consumer GPUs have 99 KiB: too little for the widest rows with a residual.
             fits = shared <= properties.shared_memory_per_block_optin
             schedule = "single" if few or not fits else "stream"
+        if schedule not in ("single", "stream"):
+            _launch_trial(call, schedule, variant, params, processors, stream)
+            return
         if schedule == "single":
             items = 1 if width * vectors <= SINGLE_THREADS else 2
             kernel = _load(f"single_{items}", variant)
@@ -363,7 +436,8 @@ def _launch_cuda(call: _Call, schedule: Literal["single", "stream"] | None = Non
 
 
 def _load(kernel: str, variant: str) -> launch.Kernel:
-    return launch.load(PACKAGE, BINARIES[kernel not in _USUAL], entry=kernel + variant)
+    binary = 0 if kernel in _USUAL else 1 if kernel in _MORE else 2
+    return launch.load(PACKAGE, BINARIES[binary], entry=kernel + variant)
 
 
 # --- Public functions -----------------------------------------------------------------------------------------------

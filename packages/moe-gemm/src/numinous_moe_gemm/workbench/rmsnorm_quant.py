@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import triton
 
+from numinous_moe_gemm.kernels import rmsnorm_quant as kernels
 from numinous_moe_gemm.kernels.rmsnorm_quant import (
     BINARIES,
     GROUP,
     LARGEST_HIDDEN,
     SCALES,
+    SCHEDULES,
     SMALLEST_HIDDEN,
     NormQuant,
     Scales,
+    Schedule,
     add_rmsnorm_quant_fp8,
     reference,
     rmsnorm_quant_fp8,
@@ -420,3 +424,57 @@ OP = Op(
     bench_cases=_bench_cases(),
     bench_options={"l2": "cold"},
 )
+
+
+# --- Candidates -----------------------------------------------------------------------------------------------------
+
+
+def _scheduled(schedule: Schedule) -> Implementation:
+    """The CUDA path with a schedule of our choice instead of the launcher's."""
+    run = _ours("cuda")
+    launch = kernels._launch_cuda
+
+    def scheduled(case: Case, inputs: Tensors) -> Tensors:
+        with mock.patch.object(kernels, "_launch_cuda", lambda call: launch(call, schedule)):
+            return dict(run(case, inputs))
+
+    return Implementation(
+        run=scheduled,
+        version=lambda: "trial",
+        archs=("sm90",),
+        refuses=lambda case: kernels.refuses(schedule, case.rows, case.hidden, case.residual),
+    )
+
+
+def _trial_cases() -> tuple[Case, ...]:
+    """Where targets were missed, and beside each row of misses a case that was not, which has to stay."""
+    few = [
+        Case(rows, hidden, residual=residual)
+        for hidden in (4096, 7168)
+        for residual in (False, True)
+        for rows in (1, 16, 64)
+    ]
+    many = [
+        Case(rows, hidden, residual=residual)
+        for rows, hidden in ((512, 7168), (4096, 4096), (4096, 7168), (16384, 4096), (16384, 7168))
+        for residual in (False, True)
+    ]
+    return (*few, *many, Case(4096, 7168, residual=True, scales="ue8m0"))
+
+
+TRIAL = replace(
+    OP,
+    name="rmsnorm_quant_trial",
+    cases=(),
+    bench_cases=_trial_cases(),
+    bench_options={"l2": "rotate"},
+    implementations={"cuda": OP.implementations["cuda"]},
+    # In the place of peers: one that fails or differs is said, and the others are still timed.
+    peers={
+        **{schedule: _scheduled(schedule) for schedule in SCHEDULES if schedule not in ("single", "stream")},
+        "sglang": OP.peers["sglang"],
+        "sglang-norm-alone": OP.peers["sglang-norm-alone"],
+    },
+    binaries=(),
+)  # fmt: skip
+"""``numinous bench numinous_moe_gemm.workbench.rmsnorm_quant:TRIAL`` times every candidate where a target was missed."""

@@ -18,9 +18,7 @@
 // allocator gives out memory in stream order, so the kernel ahead may still read what lay there. The weights are asked for
 // before it, so the kernel ahead may not write them; ptxas 13.0 for sm_90a moves these loads behind the wait.
 
-#include <cuda_bf16.h>
-
-#include <cstdint>
+#include "instructions.cuh"
 
 namespace {
 
@@ -29,7 +27,6 @@ constexpr int kGroup = 128;            // elements that share a scale
 constexpr int kLanes = kGroup / kVec;  // threads that hold a group
 constexpr float kMax = 448.0f;         // largest E4M3FN
 constexpr float kFloor = 1e-10f;       // smallest amax that a scale is made from
-constexpr unsigned kAll = 0xffffffffu;
 
 struct Params {
   const __nv_bfloat16* x;
@@ -45,77 +42,12 @@ struct Params {
   float eps, weight_bias;
 };
 
-// --- Instructions ---------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint4 load_streaming(const void* p) {  // read once: leave L1 to others
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint4 load_constant(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ void copy_async(uint4* to, const void* from, bool inside) {  // else zeros
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               :: "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
-
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
 
 __device__ __forceinline__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-__device__ __forceinline__ uint32_t bf16_pair(float first, float second) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
-
-__device__ __forceinline__ uint32_t e4m3_four(float a, float b, float c, float d) {
-  uint32_t four;
-  asm("{.reg .b16 lo, hi;\n"
-      " cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1;\n"
-      " cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;\n"
-      " mov.b32 %0, {lo, hi};}"
-      : "=r"(four) : "f"(a), "f"(b), "f"(c), "f"(d));
-  return four;
-}
-
-template <bool kNan>  // whether NaN wins, or the number beside it
-__device__ __forceinline__ uint32_t max_pair(uint32_t a, uint32_t b) {
-  uint32_t m;
-  if constexpr (kNan) {
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-  } else {
-    asm("max.bf16x2 %0, %1, %2;" : "=r"(m) : "r"(a), "r"(b));
-  }
-  return m;
-}
-
-__device__ __forceinline__ __nv_bfloat162 as_bf162(uint32_t pair) {
-  return reinterpret_cast<const __nv_bfloat162&>(pair);
-}
-
-// The engine's quantisation is built with --use_fast_math: these are the instructions that it means there.
-__device__ __forceinline__ float mul_ftz(float a, float b) {
-  float c;
-  asm("mul.ftz.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
-  return c;
-}
-
-__device__ __forceinline__ float max_over(float amax) {  // 448 / amax
-  float c;
-  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(c) : "f"(kMax), "f"(amax));
-  return c;
-}
 
 // --- Norm -----------------------------------------------------------------------------------------------------------
 
@@ -153,11 +85,8 @@ __device__ __forceinline__ float row_sum(const float* partial, int warps) {  // 
   return warps == 2 ? sum : __fadd_rn(sum, __fadd_rn(partial[2], partial[3]));
 }
 
-__device__ __forceinline__ float reciprocal_root(float sum, const Params& p) {
-  float rstd;
-  asm("rsqrt.approx.ftz.f32 %0, %1;"
-      : "=f"(rstd) : "f"(__fadd_rn(p.eps, __fdiv_rn(sum, static_cast<float>(p.hidden)))));
-  return rstd;
+__device__ __forceinline__ float reciprocal_root(float sum, int hidden, float eps) {
+  return rsqrt_approx_ftz(__fadd_rn(eps, __fdiv_rn(sum, static_cast<float>(hidden))));
 }
 
 // y of one vector, rounded to bf16; `w` has the bias added.
@@ -180,15 +109,20 @@ __device__ __forceinline__ void weights_of(const uint4& packed, float bias, floa
 
 // --- Quantisation ---------------------------------------------------------------------------------------------------
 
-// |largest| of two vectors' groups, one in either half. `kNan`: NaN if there is one, else NaN is passed over.
-template <bool kNan>
+// |largest| of two vectors' groups, one in either half. `kNan`: NaN if there is one, else NaN is passed over. `kExact`: the
+// sign is dropped by the maxima themselves.
+template <bool kNan, bool kExact>
 __device__ __forceinline__ uint32_t group_amax(const uint4& first, const uint4& second) {
   uint32_t most[2];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const uint4& y = j == 0 ? first : second;
-    most[j] = max_pair<kNan>(max_pair<kNan>(y.x & 0x7fff7fffu, y.y & 0x7fff7fffu),
-                             max_pair<kNan>(y.z & 0x7fff7fffu, y.w & 0x7fff7fffu));
+    if constexpr (kExact)
+      most[j] = max_magnitude_pair<kNan>(max_magnitude_pair<kNan>(y.x, y.y), max_magnitude_pair<kNan>(y.z, y.w)) &
+                0x7fff7fffu;
+    else
+      most[j] = max_pair<kNan>(max_pair<kNan>(y.x & 0x7fff7fffu, y.y & 0x7fff7fffu),
+                               max_pair<kNan>(y.z & 0x7fff7fffu, y.w & 0x7fff7fffu));
   }
   uint32_t both = max_pair<kNan>(__byte_perm(most[0], most[1], 0x5410), __byte_perm(most[0], most[1], 0x7632));
 #pragma unroll
@@ -212,14 +146,12 @@ __device__ __forceinline__ uint2 codes_of(const uint4& y, float amax, float inve
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       // A power of two times bf16 is exact. The minimum turns NaN and +inf into 448, the conversion -inf into -448.
-      __nv_bfloat162 scaled = __hmul2(as_bf162(word(y, i)), as_bf162(factor2));
-      if constexpr (!kFinite) scaled = __hmin2(scaled, as_bf162(most));
-      const uint32_t pair = reinterpret_cast<const uint32_t&>(scaled);
+      const uint32_t pair = scaled_pair<!kFinite>(word(y, i), factor2, most);
       v[2 * i] = low(pair);
       v[2 * i + 1] = high(pair);
     }
   } else {
-    const float factor = is_static ? inverse : max_over(amax);
+    const float factor = is_static ? inverse : div_approx_ftz(kMax, amax);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       v[i] = mul_ftz(i % 2 ? high(word(y, i / 2)) : low(word(y, i / 2)), factor);
@@ -268,62 +200,72 @@ __device__ __forceinline__ void clear_scales(const Params& p, int64_t row, int t
 }
 
 // Quantises and stores the vectors y[0 … n) of a thread, the first at `column`, the next `span` further on. All lanes of a
-// warp take part; vectors beyond the row are there in the arithmetic and not in the stores.
-template <bool kUe8m0, bool kFinite, int n>
+// warp take part; vectors beyond the row are there in the arithmetic and not in the stores. `kExact`: none is beyond it.
+template <bool kUe8m0, bool kFinite, bool kExact, int n>
 __device__ __forceinline__ void store_codes(const Params& p, const uint4 (&y)[n], const uint32_t (&amax2)[(n + 1) / 2],
                                             const Row& row, int column, int span, float inverse) {
   static_assert(n <= kLanes);
   const bool is_static = p.static_scale != nullptr;
   const int lane = threadIdx.x % kLanes;
   float mine = 0.0f;  // of the n vectors' amax: lane k keeps and stores that of vector k, one store for all
+  uint32_t pair = 0;  // `kExact`: two of them, to be taken apart once
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     const int at = column + k * span;
     const float amax = fmaxf(k % 2 ? high(amax2[k / 2]) : low(amax2[k / 2]), kFloor);
-    if (lane == k) mine = amax;
+    if (!kExact && lane == k) mine = amax;
+    if (kExact && lane / 2 == k / 2) pair = amax2[k / 2];
     const uint2 codes = codes_of<kUe8m0, kFinite>(y[k], amax, inverse, is_static);
-    if (at < p.hidden) {
+    if (kExact || at < p.hidden) {
       *reinterpret_cast<uint2*>(row.q + at) = codes;
-      if (row.y != nullptr) *reinterpret_cast<uint4*>(row.y + at) = y[k];
+      if (!kExact && row.y != nullptr) *reinterpret_cast<uint4*>(row.y + at) = y[k];
+    }
+  }
+  if constexpr (kExact) {
+    mine = fmaxf(lane % 2 ? high(pair) : low(pair), kFloor);
+    if (row.y != nullptr) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) *reinterpret_cast<uint4*>(row.y + column + k * span) = y[k];
     }
   }
   const int group = (column + lane * span) / kGroup;
-  if (row.scale != nullptr && lane < n && group < p.hidden / kGroup)
+  if (row.scale != nullptr && lane < n && (kExact || group < p.hidden / kGroup))
     store_scale<kUe8m0>(p, row.scale, group, mul_ftz(mine, 1.0f / kMax));
 }
 
 // `kVote`: NaN and inf are rare, so a warp without one takes the way without clamps. More code, fewer instructions.
-template <bool kUe8m0, bool kVote, int n>
+template <bool kUe8m0, bool kVote, bool kExact, int n>
 __device__ __forceinline__ void finish(const Params& p, const uint4 (&y)[n], const Row& row, int column, int span,
                                        float inverse) {
   uint32_t amax2[(n + 1) / 2] = {};
   if (p.static_scale != nullptr) {
-    store_codes<kUe8m0, false>(p, y, amax2, row, column, span, inverse);
+    store_codes<kUe8m0, false, kExact>(p, y, amax2, row, column, span, inverse);
     return;
   }
   if constexpr (kVote) {
     uint32_t most = 0;
 #pragma unroll
     for (int k = 0; k < n; k += 2) {
-      amax2[k / 2] = group_amax<true>(y[k], k + 1 < n ? y[k + 1] : uint4{});
+      amax2[k / 2] = group_amax<true, kExact>(y[k], k + 1 < n ? y[k + 1] : uint4{});
       most = max_pair<true>(most, amax2[k / 2]);
     }
     if (!__any_sync(kAll, (most & 0x7fff) >= 0x7f80 || (most >> 16) >= 0x7f80)) {
-      store_codes<kUe8m0, true>(p, y, amax2, row, column, span, inverse);
+      store_codes<kUe8m0, true, kExact>(p, y, amax2, row, column, span, inverse);
       return;
     }
   }
 #pragma unroll
-  for (int k = 0; k < n; k += 2) amax2[k / 2] = group_amax<false>(y[k], k + 1 < n ? y[k + 1] : uint4{});
-  store_codes<kUe8m0, false>(p, y, amax2, row, column, span, inverse);
+  for (int k = 0; k < n; k += 2) amax2[k / 2] = group_amax<false, kExact>(y[k], k + 1 < n ? y[k + 1] : uint4{});
+  store_codes<kUe8m0, false, kExact>(p, y, amax2, row, column, span, inverse);
 }
 
 __device__ __forceinline__ float inverse_of(const Params& p) {
-  float inverse = 0.0f;
-  if (p.static_scale != nullptr)
-    asm("div.full.f32 %0, %1, %2;" : "=f"(inverse) : "f"(1.0f), "f"(*p.static_scale));
-  return inverse;
+  return p.static_scale == nullptr ? 0.0f : div_full(1.0f, *p.static_scale);
 }
+
+// Dynamic shared memory under the names of two schedules.
+extern __shared__ float4 weights[];
+extern __shared__ float4 row_values[];
 
 // --- Many rows ------------------------------------------------------------------------------------------------------
 
@@ -335,7 +277,6 @@ template <int kWidth, int kVectors, bool kAdd, bool kUe8m0>
 __device__ __forceinline__ void stream(const Params& p) {
   constexpr int kThreads = kStreamThreads, kRows = kThreads / kWidth, kWarps = kWidth / 32;
   constexpr int kSpan = kWidth * kVec;  // elements from a thread's vector to its next
-  extern __shared__ float4 weights[];
   __shared__ float partial[2][kThreads / 32];
   const int lane = threadIdx.x % kWidth, halves = p.hidden / kVec;
   const int start = lane * kVec;  // column of the first vector
@@ -349,7 +290,7 @@ __device__ __forceinline__ void stream(const Params& p) {
     const int v = threadIdx.x + i * kThreads;
     packed[i] = v < halves ? load_constant(p.weight + v * kVec) : uint4{};
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_ahead();
   const float inverse = inverse_of(p);
 
   auto fetch = [&](int64_t row) {
@@ -361,13 +302,13 @@ __device__ __forceinline__ void stream(const Params& p) {
       copy_async(stage + k * kThreads, inside ? from + k * kSpan : p.x, inside);
       if constexpr (kAdd) copy_async(stage + (kVectors + k) * kThreads, inside ? residual + k * kSpan : p.x, inside);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copy_async_commit();
   };
 
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kWidth;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kRows;
   fetch(first);
-  asm volatile("griddepcontrol.launch_dependents;");
+  let_next_start();
 #pragma unroll
   for (int i = 0; i < kFill; ++i) {
     const int v = threadIdx.x + i * kThreads;
@@ -382,7 +323,7 @@ __device__ __forceinline__ void stream(const Params& p) {
   // Rows of a block advance together, because the barrier is the block's.
   int turn = 0;
   for (int64_t row = first; row - threadIdx.x / kWidth < p.rows; row += step, turn ^= 1) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    copy_async_wait();
     float h[kVectors][kVec], sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
@@ -399,7 +340,7 @@ __device__ __forceinline__ void stream(const Params& p) {
     sum = row_sum(&partial[turn][threadIdx.x / kWidth * kWarps], kWarps);
     // The places have been read: the sum behind the barrier was made of them.
     fetch(row + step);
-    const float rstd = reciprocal_root(sum, p);
+    const float rstd = reciprocal_root(sum, p.hidden, p.eps);
 
     uint4 y[kVectors];
 #pragma unroll
@@ -410,7 +351,7 @@ __device__ __forceinline__ void stream(const Params& p) {
       const float w[kVec] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
       y[k] = normed(h[k], rstd, w);
     }
-    if (row < p.rows) finish<kUe8m0, true>(p, y, row_of(p, row), start, kSpan, inverse);
+    if (row < p.rows) finish<kUe8m0, true, false>(p, y, row_of(p, row), start, kSpan, inverse);
   }
   if (blockIdx.x == 0)
     for (int64_t row = p.rows; row < p.padded_rows; ++row) clear_scales<kUe8m0>(p, row, threadIdx.x, kThreads);
@@ -420,14 +361,23 @@ __device__ __forceinline__ void stream(const Params& p) {
 
 constexpr int kSingleThreads = 1024;  // at most; threads_per_row * vectors of a thread, divided by kItems
 
-// Thread (k, t) = (threadIdx.x / T, threadIdx.x % T) holds the vectors k * kItems … of virtual thread t.
-template <int kItems, bool kAdd, bool kUe8m0>
+// Dynamic shared memory: h of the row in fp32, first halves of all vectors, then second halves.
+// Thread (k, t) = (threadIdx.x / T, threadIdx.x % T) holds the vectors k * kItems … of virtual thread t. `kPrompt` (a candidate):
+// the next kernel may start at once, and padding rows of the scales have blocks of their own.
+template <int kItems, bool kAdd, bool kUe8m0, bool kPrompt>
 __device__ __forceinline__ void single(const Params& p) {
-  extern __shared__ float4 row_values[];  // h of the row in fp32: first halves of all vectors, then second halves
   __shared__ float partial[4];
   const int width = p.threads_per_row, halves = p.hidden / kVec;
   const int lane = threadIdx.x % width, first = threadIdx.x / width * kItems * width + lane;
   const int64_t row = blockIdx.x;
+  if constexpr (kPrompt) {
+    let_next_start();
+    if (row >= p.rows) {
+      wait_for_kernel_ahead();
+      clear_scales<kUe8m0>(p, row, threadIdx.x, blockDim.x);
+      return;
+    }
+  }
 
   uint4 packed[kItems];
 #pragma unroll
@@ -435,7 +385,7 @@ __device__ __forceinline__ void single(const Params& p) {
     const int v = first + j * width;
     packed[j] = v < halves ? load_constant(p.weight + v * kVec) : uint4{};
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_kernel_ahead();
   float h[kItems][kVec];
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
@@ -451,7 +401,7 @@ __device__ __forceinline__ void single(const Params& p) {
       row_values[v + halves] = float4{h[j][4], h[j][5], h[j][6], h[j][7]};
     }
   }
-  asm volatile("griddepcontrol.launch_dependents;");
+  if constexpr (!kPrompt) let_next_start();
   const float inverse = inverse_of(p);
   __syncthreads();
 
@@ -467,7 +417,7 @@ __device__ __forceinline__ void single(const Params& p) {
     if (lane % 32 == 0) partial[lane / 32] = sum;
   }
   __syncthreads();
-  const float rstd = reciprocal_root(row_sum(partial, width / 32), p);
+  const float rstd = reciprocal_root(row_sum(partial, width / 32), p.hidden, p.eps);
 
   uint4 y[kItems];
 #pragma unroll
@@ -476,8 +426,8 @@ __device__ __forceinline__ void single(const Params& p) {
     weights_of(packed[j], p.weight_bias, w);
     y[j] = normed(h[j], rstd, w);
   }
-  finish<kUe8m0, false>(p, y, row_of(p, row), first * kVec, width * kVec, inverse);
-  if (row == 0)
+  finish<kUe8m0, false, false>(p, y, row_of(p, row), first * kVec, width * kVec, inverse);
+  if (!kPrompt && row == 0)
     for (int64_t pad = p.rows; pad < p.padded_rows; ++pad) clear_scales<kUe8m0>(p, pad, threadIdx.x, blockDim.x);
 }
 
@@ -501,11 +451,13 @@ __device__ __forceinline__ void single(const Params& p) {
 
 #define MAKE_SINGLE(name, items, add, ue8m0)                                                              \
   extern "C" __global__ void __launch_bounds__(kSingleThreads) name(const __grid_constant__ Params p) {   \
-    single<items, add, ue8m0>(p);                                                                         \
+    single<items, add, ue8m0, false>(p);                                                                         \
   }
 #define SINGLE(items) VARIANTS(MAKE_SINGLE, single_##items, items)
 
-#ifdef NUMINOUS_MORE  // hidden sizes other than about 4096, 7168 and 8192
+#if defined(NUMINOUS_TRIAL)
+#include "trial.cuh"
+#elif defined(NUMINOUS_MORE)  // hidden sizes other than about 4096, 7168 and 8192
 STREAM(32, 4)
 STREAM(32, 8)
 STREAM(32, 12)
