@@ -560,8 +560,8 @@ def test_u08_no_rank_writes_rows_of_others(engine: Any, kv4: Any, filled: Any) -
         exact[..., 512:],
     )
     assert torch.equal(filled.kv_buffer[0], before)
-    command = SimpleNamespace(get=lambda name: 2 if name == "dcp_size" else None, model_config=None)
-    command.get = {"dcp_size": 2, "kv_cache_dtype": "fp8_e4m3", "dtype": "auto", "pp_size": 1}.get
+    command = SimpleNamespace(model_config=None)
+    command.get = {"dcp_size": 2, "pp_size": 1}.get
     judge = glm_dsa_hooks.judge if kv4.ours is glm_dsa else glm_flash_hooks.judge
     assert [line for line in judge(command) if "--dcp-size" in line]
 
@@ -752,16 +752,13 @@ def test_rows_in_place_of_no_others(engine: Any, kv4: Any, count: Count, monkeyp
         cell(engine, configurator(kv4), 1)
 
 
-class OtherPool:
-    """Stands for HiSparse's, layer-split and unified pools: subclasses with rows elsewhere."""
-
-
 def test_backend_refuses(engine: Any, kv4: Any, count: Count, monkeypatch: Any) -> None:
     with pytest.raises(SystemExit, match="192 query heads per rank"):
         make_backend(engine, monkeypatch, kv4, heads=192)
     with pytest.raises(SystemExit, match=f"rows are {kv4.stock.width} wide, not {kv4.row.width}"):
         make_backend(engine, monkeypatch, kv4, pool=make_pool(engine, kv4.stock, kpool=kv4.kpool))
     other = make_pool(engine, kv4.row, kpool=kv4.kpool)
+    # As HiSparse's and layer-split pools are: subclasses with rows elsewhere.
     other.__class__ = type("LayerSplitDSATokenToKVPool", (type(other),), {})
     with pytest.raises(SystemExit, match="the pool is a LayerSplitDSATokenToKVPool"):
         make_backend(engine, monkeypatch, kv4, pool=other)
