@@ -13,75 +13,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from numinous_kv_cache_4bit.hooks.kept_rows import (
+    ATTENTION,
+    BACKEND,
+    CONFIGURATOR,
+    HYBRID_POOL,
+    KERNELS,
+    MHA,
+    POOLS,
+)
+from numinous_kv_cache_4bit.hooks.launch import judge_rows
 from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH_FP8
-from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
-from numinous_tooling.patching.feature import STOCK
+from numinous_tooling.formats import STOCK_FP8_NO_ROPE
+from numinous_tooling.patching import Feature, Hook, stock_pin
 from numinous_tooling.patching.serve_command import ServeCommand
 
-ATTENTION = "sglang.srt.layers.attention"
-BACKEND = f"{ATTENTION}.dsa_backend:DeepseekSparseAttnBackend"
 KPOOL = f"{ATTENTION}.dsa.dsa_backend_kpool:DeepseekSparseAttnBackendKPoolMixin"
 INDEXER = f"{ATTENTION}.dsa.dsa_indexer_kpool:IndexerKPool"
-POOLS = "sglang.srt.mem_cache.memory_pool"
 SIZING = "sglang.srt.model_executor.pool_configurator:create_memory_pool_configurator"
-MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
-KERNELS = "sglang.kernels.ops.attention.dsa"
 OURS = "numinous_kv_cache_4bit.engine.glm_flash_fp8"
+SHARED = "numinous_kv_cache_4bit.engine.flashmla"
 
-MOST_HEADS = 128  # of a rank: FlashMLA has kernels for 64 and 128, and stock pads up to them
 
-FEATURE = Feature(
-    id=GLM_FLASH_FP8,
-    sentence="FP8 KV cache for GLM-5.3-Flash on Hopper: 1.75 times the tokens of bf16 in the same memory.",
-    arch={"sm90": "emulated"},
-    patches=(
+def table_hooks(feature: str, first: int) -> tuple[Hook, Hook]:
+    """Tables of the k-pool indexer in front of FlashMLA: the check that refuses them, and the schedule; numbered from `first`."""
+    check, schedule = f"{KPOOL}._check_kpool_tail_backend", f"{BACKEND}._compute_flashmla_metadata"
+    return (
         Hook(
-            id="kv4.glm_flash_fp8.01",
-            target=SIZING,
-            kind="before",
-            call=f"{OURS}:before_pool_sizing",
-            pins=(
-                stock_pin(SIZING, "3fa65491f3cd9416"),
-                # The row width, of which allocation and sizing make use.
-                stock_pin(
-                    "sglang.srt.mem_cache.kv_cache_configurator:calculate_mla_kv_cache_dim",
-                    "24d289146cfc6db0",
-                ),
-            ),
-        ),
-        Hook(
-            id="kv4.glm_flash_fp8.02",
-            target=f"{BACKEND}.__init__",
-            kind="after",
-            call=f"{OURS}:after_backend",
-            pins=(
-                stock_pin(f"{BACKEND}.__init__", "3a45fa68f9968b19"),
-                Pin(
-                    f"{POOLS}:HybridLinearKVPool.__init__",
-                    {
-                        STOCK: "533247d513bf8d45",
-                        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "d46255a1221ab14f",
-                    },
-                ),
-                stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
-                # How the rows are written.
-                stock_pin(f"{POOLS}:MLATokenToKVPool._write_mla_kv_buffer", "8321b73993618b9d"),
-                stock_pin(f"{KERNELS}.quant_k_cache:quantize_k_cache_separate", "4442f66065fc60fd"),
-                stock_pin(
-                    f"{KERNELS}.quant_k_cache:_quantize_k_cache_fast_separate", "5e052347c4195e71"
-                ),
-            ),
-        ),
-        Hook(
-            id="kv4.glm_flash_fp8.03",
-            target=f"{KPOOL}._check_kpool_tail_backend",
+            id=f"{feature}.{first:02}",
+            target=check,
             kind="around",
-            call=f"{OURS}:around_tail_check",
+            call=f"{SHARED}:around_tail_check",
             pins=(
-                stock_pin(f"{KPOOL}._check_kpool_tail_backend", "f4dc74acf3538b2d"),
+                stock_pin(check, "f4dc74acf3538b2d"),
                 stock_pin(f"{KPOOL}._resolve_kpool_tail_backend", "264412136039638b"),
                 # Slots that they name beyond a token's history and tail are -1.
                 stock_pin(
@@ -92,12 +58,12 @@ FEATURE = Feature(
             ),
         ),
         Hook(
-            id="kv4.glm_flash_fp8.04",
-            target=f"{BACKEND}._compute_flashmla_metadata",
+            id=f"{feature}.{first + 1:02}",
+            target=schedule,
             kind="around",
-            call=f"{OURS}:around_schedule",
+            call=f"{SHARED}:around_schedule",
             pins=(
-                stock_pin(f"{BACKEND}._compute_flashmla_metadata", "9c56dcf17e8f4b05"),
+                stock_pin(schedule, "9c56dcf17e8f4b05"),
                 # Who keeps the schedules of captured graphs, and refreshes them before a replay.
                 stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
                 stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
@@ -105,6 +71,62 @@ FEATURE = Feature(
                 stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
             ),
         ),
+    )
+
+
+def prefix_hook(feature: str, number: int, ours: str) -> Hook:
+    """A cached prefix in front of multi-head attention, read by `around_prefix` of the adapter `ours`."""
+    target = f"{MHA}:DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_dsa"
+    return Hook(
+        id=f"{feature}.{number:02}",
+        target=target,
+        kind="around",
+        call=f"{ours}:around_prefix",
+        pins=(
+            stock_pin(target, "a5c55119eacf81a8"),
+            stock_pin(f"{MHA}:DeepseekMHAForwardMixin.forward_normal_prepare", "ef4bc197819320a9"),
+            stock_pin(f"{MHA}:resolve_attn_backend", "88aad03e4aa599bd"),
+            stock_pin(f"{BACKEND}.set_dsa_prefill_impl", "830f5141289eb559"),
+            # Launches the kernel that the adapter of 528-byte rows launches, with the same arguments but for the rope part.
+            stock_pin(f"{KERNELS}.dequant_k_cache:dequantize_k_cache_paged", "0dd5e8ae4d98cfb8"),
+        ),
+    )
+
+
+FEATURE = Feature(
+    id=GLM_FLASH_FP8,
+    sentence="FP8 KV cache for GLM-5.3-Flash on Hopper: 1.75 times the tokens of bf16 in the same memory.",
+    arch={"sm90": "emulated"},
+    patches=(
+        Hook(
+            id="kv4.glm_flash_fp8.01",
+            target=SIZING,
+            kind="before",
+            call=f"{OURS}:ROWS.before_pool_sizing",
+            pins=(
+                stock_pin(SIZING, "3fa65491f3cd9416"),
+                # The row width, of which allocation and sizing make use.
+                stock_pin(f"{CONFIGURATOR}:calculate_mla_kv_cache_dim", "24d289146cfc6db0"),
+            ),
+        ),
+        Hook(
+            id="kv4.glm_flash_fp8.02",
+            target=f"{BACKEND}.__init__",
+            kind="after",
+            call=f"{OURS}:after_backend",
+            pins=(
+                stock_pin(f"{BACKEND}.__init__", "3a45fa68f9968b19"),
+                HYBRID_POOL,
+                stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
+                # How the rows are written.
+                stock_pin(f"{POOLS}:MLATokenToKVPool._write_mla_kv_buffer", "8321b73993618b9d"),
+                stock_pin(f"{KERNELS}.quant_k_cache:quantize_k_cache_separate", "4442f66065fc60fd"),
+                stock_pin(
+                    f"{KERNELS}.quant_k_cache:_quantize_k_cache_fast_separate", "5e052347c4195e71"
+                ),
+            ),
+        ),
+        *table_hooks(GLM_FLASH_FP8, 3),
         Hook(
             id="kv4.glm_flash_fp8.05",
             target=f"{BACKEND}._forward_flashmla_kv",
@@ -117,27 +139,7 @@ FEATURE = Feature(
                 stock_pin(f"{BACKEND}.get_topk_transform_method", "d7fb2e8e5a091eba"),
             ),
         ),
-        Hook(
-            id="kv4.glm_flash_fp8.06",
-            target=f"{MHA}:DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_dsa",
-            kind="around",
-            call=f"{OURS}:around_prefix",
-            pins=(
-                stock_pin(
-                    f"{MHA}:DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_dsa",
-                    "a5c55119eacf81a8",
-                ),
-                stock_pin(
-                    f"{MHA}:DeepseekMHAForwardMixin.forward_normal_prepare", "ef4bc197819320a9"
-                ),
-                stock_pin(f"{MHA}:resolve_attn_backend", "88aad03e4aa599bd"),
-                stock_pin(f"{BACKEND}.set_dsa_prefill_impl", "830f5141289eb559"),
-                # Launches the kernel that the adapter launches, with the same arguments but for the rope part.
-                stock_pin(
-                    f"{KERNELS}.dequant_k_cache:dequantize_k_cache_paged", "0dd5e8ae4d98cfb8"
-                ),
-            ),
-        ),
+        prefix_hook(GLM_FLASH_FP8, 6, OURS),
     ),
     judge="numinous_kv_cache_4bit.hooks.glm_flash_fp8:judge",
     upstream="none",
@@ -146,50 +148,4 @@ FEATURE = Feature(
 
 def judge(command: ServeCommand) -> Iterator[str]:
     """Why this launch cannot use the feature, one line each."""
-    if (dtype := command.get("kv_cache_dtype")) != "fp8_e4m3":
-        yield f"the KV cache would be {dtype}: add --kv-cache-dtype fp8_e4m3"
-    for name in ("dsa_prefill_backend", "dsa_decode_backend"):
-        if (value := command.get(name)) not in (None, "flashmla_kv"):
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag} {value} does not read 528-byte rows; leave the flag out"
-    if command.get("dtype") not in ("auto", "bfloat16"):
-        yield f"--dtype {command.get('dtype')}: FlashMLA takes bf16 queries; leave the flag out"
-    if command.get("speculative_algorithm") not in (None, "EAGLE", "NEXTN"):
-        yield f"--speculative-algorithm {command.get('speculative_algorithm')} is not covered; EAGLE and NEXTN are"
-    if command.get("speculative_draft_kv_cache_dtype") not in (None, "auto", "fp8_e4m3"):
-        yield "the draft's KV cache has to be FP8 too; leave --speculative-draft-kv-cache-dtype out"
-    if command.get("dcp_size") > 1:
-        yield "decode context parallelism (--dcp-size > 1) is not covered: rope-free rows have no owner rule"
-    for name, what in UNCOVERED.items():
-        if command.get(name):
-            yield f"--{name.replace('_', '-')} is not covered: {what}"
-    if command.get("pp_size") > 1:
-        yield "pipeline parallelism (--pp-size > 1) is not covered (untested)"
-    if command.get("disaggregation_mode") not in (None, "null"):
-        yield "prefill/decode disaggregation is not covered: transfer of 528-byte rows is untested"
-    if command.model_config is not None:
-        yield from _judge_model(command.model_config, command.get("tp_size"))
-
-
-UNCOVERED = {
-    "enable_hierarchical_cache": "host copies of 528-byte rows are untested",
-    "enable_lmcache": "host copies of 528-byte rows are untested",
-    "enable_hisparse": "it keeps rows elsewhere",
-    "enable_two_batch_overlap": "untested",
-    "enable_dp_attention": "untested",
-    "enable_prefill_cp": "untested",
-    "enable_pdmux": "untested",
-    "enable_deterministic_inference": "FlashMLA's split of a row depends on the batch",
-}
-"""Boolean arguments of the engine that exclude the feature, and why."""
-
-
-def _judge_model(config: Mapping[str, Any], tp_size: int) -> Iterator[str]:
-    names = config.get("architectures") or [None]
-    if names[0] not in FLASH_ARCHITECTURES:
-        yield f"made for {FLASH_ARCHITECTURES[0]}, this model is {names[0]}; unset its flag"
-        return
-    text = config.get("text_config")
-    heads = {**config, **(text if isinstance(text, dict) else {})}.get("num_attention_heads", 64)
-    if heads // tp_size > MOST_HEADS:
-        yield f"{heads // tp_size} query heads per rank; FlashMLA takes up to {MOST_HEADS}: raise --tp-size"
+    return judge_rows(command, STOCK_FP8_NO_ROPE, FLASH_ARCHITECTURES)
