@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 
 from numinous_kv_cache_4bit import __version__
-from numinous_kv_cache_4bit.engine.glm_flash_fp8 import BF16_ROW, bytes_per_token
+from numinous_kv_cache_4bit.engine.rows import bf16_width, bytes_per_token
 from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE
 from numinous_tooling import evidence
 from numinous_tooling.bench import facts
@@ -148,7 +148,8 @@ def check(
 ) -> tuple[float, dict[str, Any], dict[str, Any]]:
     """Ratio of tokens, floor and comparison of answers; raises SystemExit where the gate is red."""
     bf16, fp8 = (
-        bytes_per_token(row, LAYERS, INDEX_LAYERS) for row in (BF16_ROW, STOCK_FP8_NO_ROPE.width)
+        bytes_per_token(row, LAYERS, INDEX_LAYERS)
+        for row in (bf16_width(STOCK_FP8_NO_ROPE), STOCK_FP8_NO_ROPE.width)
     )
     ratio = ours["tokens"] / stock["tokens"]
     print(

@@ -1,182 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kv4.glm_flash_fp8` in the engine's own classes: pools, backend and hooks are real, the two functions of FlashMLA are stand-ins.
-
-The stand-ins refuse what the kernel refuses, and compute what it computes: softmax over the named rows, dequantised. On a Hopper GPU
-``--tier device`` compares FlashMLA itself with that computation.
-"""
+"""`kv4.glm_flash_fp8` in the engine's own classes (`harness`); on a Hopper GPU ``--tier device`` compares FlashMLA itself."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import kv4_harness as harness
 import pytest
 import torch
+from kv4_harness import (
+    DRAFT,
+    HEADS,
+    PAGE,
+    PAGES,
+    TOPK,
+    Count,
+    attention,
+    batch,
+    close,
+    expected,
+    layer,
+    make_pool,
+    random_rows,
+    run,
+    seen,
+    select,
+)
 
+from numinous_kv_cache_4bit.engine import flashmla
 from numinous_kv_cache_4bit.engine import glm_flash_fp8 as ours
 from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE
 from numinous_tooling.formats import STOCK_FP8_NO_ROPE
 
-HEADS, WIDTH, PAGE = 64, 528, 64
-TOPK, KPOOL = 128, 4
-DRAFT = 3  # tokens of a verification
-PAGES = 10
-
-
-def attention(
-    q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """What FlashMLA computes, in fp32: per row, softmax over the slots that are not -1; zeros where there is none.
-
-    Args:
-        q: [rows, heads, 512].
-        cache: rows of 528 bytes, [..., 528], any 1-byte type.
-        slots: [rows, width].
-
-    Returns:
-        fp32 [rows, heads, 512].
-    """
-    rows = cache.view(torch.uint8).reshape(-1, WIDTH)
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    for row, named in enumerate(slots.long()):
-        keys = STOCK_FP8_NO_ROPE.unpack(rows[named[named != -1]])[0].float()
-        if len(keys):
-            out[row] = torch.softmax(q[row].float() @ keys.T * scale, dim=-1) @ keys
-    return out
-
-
-class FlashMLA(types.ModuleType):
-    """Stand-in for ``sgl_kernel.flash_mla`` of sglang-kernel 0.4.7; `calls` lists (rows, heads, width of the table)."""
-
-    def __init__(self) -> None:
-        super().__init__("sgl_kernel.flash_mla")
-        self.calls: list[tuple[int, int, int]] = []
-
-    def get_mla_metadata(
-        self,
-        cache_seqlens: torch.Tensor,
-        num_q_tokens_per_head_k: int,
-        num_heads_k: int,
-        num_heads_q: int,
-        is_fp8_kvcache: bool,
-        topk: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert cache_seqlens.dtype == torch.int32
-        assert cache_seqlens.is_contiguous()
-        assert len(cache_seqlens) > 0, "batch size must be positive"
-        assert (num_heads_k, is_fp8_kvcache) == (1, True)
-        assert num_q_tokens_per_head_k == num_heads_q
-        schedule = torch.zeros(132 // (num_heads_q // 64), 8, dtype=torch.int32)
-        schedule[0, 0] = topk
-        return schedule, torch.arange(len(cache_seqlens) + 1, dtype=torch.int32)
-
-    def flash_mla_with_kvcache(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        cache_seqlens: torch.Tensor,
-        head_dim_v: int,
-        tile_scheduler_metadata: torch.Tensor,
-        num_splits: torch.Tensor,
-        softmax_scale: float,
-        indices: torch.Tensor,
-        is_fp8_kvcache: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, one, heads, dim = q.shape
-        assert (one, dim, head_dim_v, q.dtype) == (1, 512, 512, torch.bfloat16)
-        assert heads in (64, 128), f"Unsupported h_q: {heads}"
-        assert q.stride(-1) == 1
-        assert is_fp8_kvcache
-        assert k_cache.shape[1:] == (PAGE, 1, WIDTH)
-        assert k_cache.stride(1) == WIDTH
-        assert k_cache.dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8)
-        assert indices.dtype == torch.int32
-        assert indices.shape[:2] == (rows, 1)
-        assert indices.shape[2] % 64 == 0, "topk mod B_TOPK must be 0"
-        assert indices.stride(-1) == 1
-        assert tile_scheduler_metadata.shape == (132 // (heads // 64), 8)
-        assert num_splits.shape == (rows + 1,)
-        assert num_splits.tolist() == list(range(rows + 1)), "the schedule of other rows"
-        assert int(tile_scheduler_metadata[0, 0]) == indices.shape[2], "made for another width"
-        self.calls.append((rows, heads, indices.shape[2]))
-        out = attention(q[:, 0], k_cache, indices[:, 0], softmax_scale)
-        return out.to(torch.bfloat16)[:, None], torch.zeros(rows, heads, 1)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Any:
-    """Modules of the engine."""
-    pytest.importorskip(
-        "sglang", reason="engine tests need SGLang: python -m numinous_cpu_platform install"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the engine's own, at import on a CPU
-        from sglang.srt.layers.attention import dsa_backend, hybrid_linear_attn_backend
-        from sglang.srt.mem_cache import memory_pool
-        from sglang.srt.model_executor import forward_context, pool_configurator
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-        from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
-        from sglang.srt.runtime_context import get_context
-
-    override = get_context().override_server_args(
-        attention_backend="dsa",
-        chunked_prefill_size=-1,
-        device="cpu",
-        dp_size=1,
-        dsa_decode_backend="flashmla_kv",
-        dsa_prefill_backend="flashmla_kv",
-        enable_deterministic_inference=False,
-        enable_prefill_cp=False,
-        kv_cache_dtype="fp8_e4m3",
-        pp_size=1,
-        speculative_algorithm=None,
-        speculative_num_draft_tokens=DRAFT,
-        tp_size=1,
-    )
-    override.install()
-    return SimpleNamespace(
-        dsa=dsa_backend,
-        hybrid=hybrid_linear_attn_backend,
-        pools=memory_pool,
-        context=forward_context,
-        sizing=pool_configurator,
-        mha=forward_mha,
-        Mode=ForwardMode,
-    )
-
-
-@pytest.fixture
-def hopper(engine: Any, monkeypatch: Any) -> Callable[[], FlashMLA]:
-    """A Hopper GPU with FlashMLA, as far as the engine looks; attribute-free: call it for the module."""
-    flash = FlashMLA()
-    package = types.ModuleType("sgl_kernel")
-    package.flash_mla = flash  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    monkeypatch.setattr(ours, "_kernel_version", lambda: ours.KERNEL_VERSION)
-    return lambda: flash
+WIDTH, KPOOL = 528, 4
 
 
 @pytest.fixture(scope="module")
 def installed(engine: Any) -> Iterator[Any]:
-    """The hooks of the feature in place, proven by the installer, and gone after this module."""
-    from numinous_tooling.patching.engine import installed_engine
-    from numinous_tooling.patching.hooks import install
-
-    installation = install([FEATURE], "scheduler", installed_engine())
-    try:
-        yield installation
-    finally:
-        installation.undo()
+    """The hooks of the feature in place."""
+    yield from harness.hooks_of(FEATURE)
 
 
 @pytest.fixture
@@ -191,216 +57,27 @@ def stock(installed: Any, monkeypatch: Any) -> None:
         monkeypatch.setattr(target.owner, target.attribute, target.raw)
 
 
-class Count:
-    """Counters that can be read back."""
-
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def engaged(self, n: int = 1) -> None:
-        self.seen += n
-
-
 @pytest.fixture
 def count(monkeypatch: Any) -> Count:
     counter = Count()
-    monkeypatch.setattr(ours, "_count", counter)
-    monkeypatch.setattr(ours, "_described", False)
+    monkeypatch.setattr(ours.ROWS, "count", counter)
+    monkeypatch.setattr(ours.ROWS, "_described", False)
     return counter
 
 
-@functools.cache
-def random_rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents bf16 [count, 1, 512] and their rows uint8 [count, 1, 528]; shared, not to be written to."""
-    generator = torch.Generator().manual_seed(0)
-    latent = torch.randn(count, 1, 512, generator=generator).to(torch.bfloat16)
-    return latent, STOCK_FP8_NO_ROPE.pack(latent)
-
-
-def make_backend(
-    engine: Any,
-    monkeypatch: Any,
-    *,
-    heads: int = HEADS,
-    topk: int = TOPK,
-    kpool: int = KPOOL,
-    **of: Any,
-) -> Any:
-    """The engine's backend over the engine's pool: random rows, NaN in slot 0 and in slots never named."""
-    pool = engine.pools.DSATokenToKVPool(
-        size=PAGE * (PAGES - 1),
-        page_size=PAGE,
-        kv_lora_rank=512,
-        dtype=of.pop("pool_dtype", torch.float8_e4m3fn),
-        qk_rope_head_dim=0,
-        layer_num=1,
-        device="cpu",
-        index_head_dim=128,
-        enable_memory_saver=False,
-        kv_cache_dim=of.pop("kv_cache_dim", WIDTH),
-        index_kpool=kpool,
-        index_kpool_compress=True,
-        max_running_requests=8,
-    )
-    latent, rows = random_rows(PAGES * PAGE)
-    if pool.kv_cache_dim == WIDTH:
-        pool.kv_buffer[0].copy_(rows)
-        pool.kv_buffer[0][:PAGE] = 0x7F  # NaN codes and scales
-    requests = engine.pools.ReqToTokenPool(
-        size=8, max_context_len=256, device="cpu", enable_memory_saver=False
-    )
-    config = SimpleNamespace(
-        architectures=["Glm5NextForConditionalGeneration"],
-        index_topk=topk,
-        index_kpool=kpool,
-        index_head_dim=128,
-        kv_lora_rank=512,
-    )
-    runner = SimpleNamespace(
-        device="cpu",
-        page_size=PAGE,
-        model_config=SimpleNamespace(
-            hf_config=config,
-            context_len=256,
-            num_attention_heads=heads,
-            qk_nope_head_dim=256,
-            kv_lora_rank=512,
-            qk_rope_head_dim=0,
-        ),
-        token_to_kv_pool=pool,
-        req_to_token_pool=requests,
-        hisparse_coordinator=None,
-        kv_cache_dtype=torch.float8_e4m3fn,
-        max_running_requests=8,
-        is_draft_worker=False,
+def make_backend(engine: Any, monkeypatch: Any, *, kpool: int = KPOOL, **of: Any) -> Any:
+    """The engine's backend over a pool of 528-byte rows."""
+    changes = {name: of.pop(name) for name in ("dtype", "kv_cache_dim") if name in of}
+    pool = make_pool(engine, STOCK_FP8_NO_ROPE, kpool=kpool, **changes)
+    return harness.make_backend(
+        engine,
+        monkeypatch,
+        row=STOCK_FP8_NO_ROPE,
+        architecture="Glm5NextForConditionalGeneration",
+        kpool=kpool,
+        pool=pool,
         **of,
     )
-    cls = engine.dsa.DeepseekSparseAttnBackend
-    # Plans of the indexer, which attention does not read; their kernels need a GPU, as does this expansion.
-    for name in ("_init_kpool_metadata", "_init_kpool_metadata_capture"):
-        monkeypatch.setattr(cls, name, lambda self, metadata, *args, **kwargs: metadata)
-    for name in ("_update_kpool_metadata_replay", "_build_topk_v2_plan", "_refresh_topk_v2_plan"):
-        monkeypatch.setattr(cls, name, lambda *args, **kwargs: None)
-    monkeypatch.setattr(engine.dsa, "seqlens_expand_triton", expand)
-    backend = cls(runner)
-    backend.latent = latent
-    return backend
-
-
-def expand(qo_lens: torch.Tensor, kv_lens: torch.Tensor, total: int, longest: int) -> torch.Tensor:
-    """`seqlens_expand_triton`: lengths that each query token of a request sees."""
-    parts = [
-        torch.arange(kv - qo + 1, kv + 1)
-        for qo, kv in zip(qo_lens.tolist(), kv_lens.tolist(), strict=True)
-    ]
-    return torch.cat(parts).to(torch.int32)
-
-
-def layer(heads: int = HEADS) -> Any:
-    """What the backend reads of a `RadixAttention` of absorbed MLA."""
-    return SimpleNamespace(
-        layer_id=0,
-        tp_q_head_num=heads,
-        head_dim=512,
-        v_head_dim=512,
-        scaling=0.04,
-        is_cross_attention=False,
-        logit_cap=0.0,
-    )
-
-
-def batch(
-    engine: Any, backend: Any, mode: str, lengths: list[int], prefixes: list[int] = ()
-) -> Any:  # type: ignore[assignment]
-    """A batch whose requests hold consecutive slots from page 1 on, in shuffled order."""
-    generator = torch.Generator().manual_seed(1)
-    slots = torch.randperm((PAGES - 1) * PAGE, generator=generator) + PAGE
-    table = backend.req_to_token
-    extra = DRAFT if mode == "TARGET_VERIFY" else 0
-    used = 0
-    for request, length in enumerate(lengths):
-        table[request, : length + extra] = slots[used : used + length + extra].to(torch.int32)
-        used += length + extra
-    extend = [length - prefix for length, prefix in zip(lengths, prefixes, strict=False)]
-    forward = SimpleNamespace(
-        batch_size=len(lengths),
-        forward_mode=getattr(engine.Mode, mode),
-        seq_lens=torch.tensor(lengths),
-        seq_lens_cpu=torch.tensor(lengths),
-        seq_lens_sum=sum(lengths),
-        req_pool_indices=torch.arange(len(lengths)),
-        extend_seq_lens_cpu=extend or None,
-        extend_seq_lens=torch.tensor(extend) if extend else None,
-        extend_prefix_lens_cpu=list(prefixes) or None,
-        extend_num_tokens=sum(extend),
-        global_num_tokens_cpu=None,
-        attn_cp_metadata=None,
-        spec_info=None,
-        get_max_chunk_capacity=lambda: 0,  # no multi-head prefill
-    )
-    backend.init_forward_metadata(forward)
-    return forward
-
-
-def seen(forward: Any, mode: str) -> list[tuple[int, int]]:
-    """(request, length that it sees) of every query row."""
-    lengths = forward.seq_lens.tolist()
-    if mode == "DECODE":
-        return list(enumerate(lengths))
-    if mode == "TARGET_VERIFY":
-        return [(r, length + n + 1) for r, length in enumerate(lengths) for n in range(DRAFT)]
-    return [
-        (r, length - extend + n + 1)
-        for r, (length, extend) in enumerate(zip(lengths, forward.extend_seq_lens_cpu, strict=True))
-        for n in range(extend)
-    ]
-
-
-def select(backend: Any, rows: list[tuple[int, int]]) -> torch.Tensor:
-    """Slots as the k-pool indexer names them: whole groups (all, or every other where they do not fit), the tail, then -1."""
-    topk, kpool = backend.dsa_index_topk, backend.dsa_index_kpool
-    table = torch.full((len(rows), topk + kpool - 1), -1, dtype=torch.int32)
-    for row, (request, length) in enumerate(rows):
-        groups = torch.arange(length // kpool * kpool).view(-1, kpool)
-        if groups.numel() > topk:
-            groups = groups.flip(0)[: topk // kpool]
-        positions = torch.cat([groups.flatten(), torch.arange(length // kpool * kpool, length)])
-        table[row, : len(positions)] = backend.req_to_token[request, positions]
-    return table
-
-
-def expected(backend: Any, q: torch.Tensor, slots: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention over the latents before they were quantised, row by row."""
-    out = torch.zeros(q.shape)
-    latent = backend.latent[:, 0].float()
-    for row in range(len(q)):
-        keys = latent[[slot for slot in slots[row].tolist() if slot >= 0]]
-        if len(keys):
-            weights = torch.softmax(q[row].float() @ keys.T * scale, dim=-1)
-            out[row] = weights @ keys
-    return out
-
-
-def run(backend: Any, forward: Any, mode: str, slots: torch.Tensor, heads: int = HEADS) -> Any:
-    """The engine's own forward of this mode, without a write; returns queries and output [rows, heads, 512]."""
-    generator = torch.Generator().manual_seed(2)
-    q = torch.randn(len(slots), heads, 512, generator=generator).to(torch.bfloat16)
-    forward_of = backend.forward_decode if mode == "DECODE" else backend.forward_extend
-    out = forward_of(
-        q,
-        None,
-        None,
-        layer(heads),
-        forward,
-        q_rope=q.new_empty(len(slots), heads, 0),
-        topk_indices=slots,
-    )
-    return q, out.reshape(len(slots), heads, 512)
-
-
-def close(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Within what E4M3 with a scale per 128 values may add to an output; False for NaN."""
-    return bool((got.float() - want).norm() < 0.04 * want.norm())
 
 
 LENGTHS = [3, 5, 63, 64, 1, 130, 200]  # below and above top-k, with tails of 0 to 3 tokens
@@ -485,7 +162,7 @@ def test_widths(
 def test_rows_in_turns(
     engine: Any, hopper: Any, hooks: None, count: Count, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(ours, "ROWS", 5)
+    monkeypatch.setattr(flashmla, "ROWS", 5)
     backend = make_backend(engine, monkeypatch)
     forward = batch(engine, backend, "EXTEND", [9, 130], [0, 126])
     slots = select(backend, seen(forward, "EXTEND"))
@@ -644,7 +321,7 @@ def test_prefix(prefix: Any, hooks: None, count: Count, monkeypatch: Any) -> Non
     latent, rope = prefix.get()
     assert (latent.shape, latent.dtype, latent.is_contiguous()) == ((75, 512), torch.bfloat16, True)
     assert rope.shape == (75, 1, 0)
-    assert close(latent, prefix.backend.latent[prefix.slots.long(), 0].float())
+    assert close(latent, prefix.backend.exact[prefix.slots.long(), 0].float())
     assert count.seen == 1
     object.__setattr__(prefix.backend.forward_metadata, "page_table_1_flattened", None)
     with pytest.raises(RuntimeError, match="no page table"):
@@ -684,7 +361,7 @@ def test_sizing_hook_is_in_front_of_every_model(engine: Any, hopper: Any, hooks:
         ({"heads": 192}, "192 query heads per rank; FlashMLA takes up to 128: raise --tp-size"),
         ({"kv_cache_dim": 512}, "rows are 512 wide, not 528"),
         ({"kv_cache_dim": 288}, "rows are 288 wide, not 528"),
-        ({"pool_dtype": torch.bfloat16, "kv_cache_dim": 512}, "rows are 512 wide"),
+        ({"dtype": torch.bfloat16, "kv_cache_dim": 512}, "rows are 512 wide"),
     ],
 )
 def test_backend_refuses(
@@ -729,8 +406,8 @@ def test_one_line_says_what_is_gained(
     lines = [record.message for record in caplog.records if "528-byte" in record.message]
     # One layer with an index key: 528 + 132 against 1024 + 132 bytes; 576 slots.
     assert lines == [
-        "kv4.glm_flash_fp8: 576 tokens in 528-byte rows; bf16 rows would hold 328 "
-        "in this memory (660 against 1156 bytes per token, 1.75 x)"
+        "kv4.glm_flash_fp8: 576 tokens in 528-byte rows, 660 bytes per token; "
+        "this memory would hold 328 bf16 rows (1156 bytes, 1.752 x)"
     ]
 
 
@@ -756,7 +433,7 @@ def flash_path(heads: int) -> Callable[..., torch.Tensor]:
     )
 
     def planned(cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
-        return ours.around_schedule(schedule, backend, cache_seqlens, seq_len_q)
+        return flashmla.around_schedule(schedule, backend, cache_seqlens, seq_len_q)
 
     backend._compute_flashmla_metadata = planned
 
@@ -766,7 +443,7 @@ def flash_path(heads: int) -> Callable[..., torch.Tensor]:
         args = (q, cache, 512, 0.04, layer(heads), plan, slots)
         return ours.around_attention(forward, backend, *args)[:, 0]
 
-    attend.plan = lambda rows, device: ours._plan(backend, rows, device)  # type: ignore[attr-defined]
+    attend.plan = lambda rows, device: flashmla.plan(backend, rows, device)  # type: ignore[attr-defined]
     return attend
 
 
@@ -777,7 +454,7 @@ def device_case(
     generator = torch.Generator().manual_seed(rows)
     live = torch.randperm(PAGES * PAGE, generator=generator) + slots - PAGES * PAGE
     cache = torch.full((slots, 1, WIDTH), 0x7F, dtype=torch.uint8, device=device)
-    cache[live.to(device)] = random_rows(len(live))[1].to(device)
+    cache[live.to(device)] = random_rows(len(live), WIDTH)[1].to(device)
     table = torch.full((rows, TOPK + KPOOL - 1), -1, dtype=torch.int32)
     for row in range(rows):
         named = live[torch.randint(len(live), (row * 37 % (TOPK + KPOOL),), generator=generator)]
@@ -814,7 +491,7 @@ def test_flashmla(rows: int, heads: int, gpu: torch.device) -> None:
 
 @pytest.mark.tier("device", archs=("sm90",))
 def test_flashmla_in_turns(gpu: torch.device, monkeypatch: Any) -> None:
-    monkeypatch.setattr(ours, "ROWS", 64)
+    monkeypatch.setattr(flashmla, "ROWS", 64)
     check_flash(150, 64, gpu)
 
 

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.engine import glm_flash_fp8 as ours
-from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE, UNCOVERED, judge
+from numinous_kv_cache_4bit.engine import flashmla
+from numinous_kv_cache_4bit.engine.glm_flash_fp8 import ROWS
+from numinous_kv_cache_4bit.engine.rows import bf16_width, bytes_per_token
+from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE, judge
+from numinous_kv_cache_4bit.hooks.launch import UNCOVERED
 from numinous_tooling.patching.boot import fits
 from numinous_tooling.patching.engine import find_engine
 from numinous_tooling.patching.serve_command import FIELDS, ServeCommand
@@ -46,21 +49,21 @@ def configurator(**changes: Any) -> Any:
     ],
 )
 def test_pool_sizing_refuses(monkeypatch: Any, changes: dict[str, Any], said: str | None) -> None:
-    seen = {"capability": (9, 0), "available": True, "version": ours.KERNEL_VERSION} | changes
+    seen = {"capability": (9, 0), "available": True, "version": flashmla.KERNEL_VERSION} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: seen["capability"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen["available"])
-    monkeypatch.setattr(ours, "_kernel_version", lambda: seen["version"])
+    monkeypatch.setattr(flashmla, "kernel_version", lambda: seen["version"])
     if said is None:
-        ours.before_pool_sizing(configurator(**changes))
+        ROWS.before_pool_sizing(configurator(**changes))
         return
     with pytest.raises(SystemExit, match=said) as error:
-        ours.before_pool_sizing(configurator(**changes))
+        ROWS.before_pool_sizing(configurator(**changes))
     assert "\n" not in str(error.value)
 
 
 def test_bytes_of_the_model() -> None:
     """GLM-5.3-Flash: 11 full-attention layers, an index key in each."""
-    fp8, bf16 = (ours.bytes_per_token(row, 11, 11) for row in (528, ours.BF16_ROW))
+    fp8, bf16 = (bytes_per_token(row, 11, 11) for row in (528, bf16_width(ROWS.row)))
     assert (fp8, bf16) == (7260, 12716)
     assert f"{bf16 / fp8:.3f}" == "1.752"
 

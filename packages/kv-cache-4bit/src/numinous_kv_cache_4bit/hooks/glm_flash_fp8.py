@@ -13,10 +13,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from numinous_kv_cache_4bit.hooks.launch import judge_rows
 from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH_FP8
+from numinous_tooling.formats import STOCK_FP8_NO_ROPE
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
@@ -30,8 +31,7 @@ SIZING = "sglang.srt.model_executor.pool_configurator:create_memory_pool_configu
 MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
 KERNELS = "sglang.kernels.ops.attention.dsa"
 OURS = "numinous_kv_cache_4bit.engine.glm_flash_fp8"
-
-MOST_HEADS = 128  # of a rank: FlashMLA has kernels for 64 and 128, and stock pads up to them
+SHARED = "numinous_kv_cache_4bit.engine.flashmla"
 
 FEATURE = Feature(
     id=GLM_FLASH_FP8,
@@ -42,7 +42,7 @@ FEATURE = Feature(
             id="kv4.glm_flash_fp8.01",
             target=SIZING,
             kind="before",
-            call=f"{OURS}:before_pool_sizing",
+            call=f"{OURS}:ROWS.before_pool_sizing",
             pins=(
                 stock_pin(SIZING, "3fa65491f3cd9416"),
                 # The row width, of which allocation and sizing make use.
@@ -79,7 +79,7 @@ FEATURE = Feature(
             id="kv4.glm_flash_fp8.03",
             target=f"{KPOOL}._check_kpool_tail_backend",
             kind="around",
-            call=f"{OURS}:around_tail_check",
+            call=f"{SHARED}:around_tail_check",
             pins=(
                 stock_pin(f"{KPOOL}._check_kpool_tail_backend", "f4dc74acf3538b2d"),
                 stock_pin(f"{KPOOL}._resolve_kpool_tail_backend", "264412136039638b"),
@@ -95,7 +95,7 @@ FEATURE = Feature(
             id="kv4.glm_flash_fp8.04",
             target=f"{BACKEND}._compute_flashmla_metadata",
             kind="around",
-            call=f"{OURS}:around_schedule",
+            call=f"{SHARED}:around_schedule",
             pins=(
                 stock_pin(f"{BACKEND}._compute_flashmla_metadata", "9c56dcf17e8f4b05"),
                 # Who keeps the schedules of captured graphs, and refreshes them before a replay.
@@ -146,50 +146,4 @@ FEATURE = Feature(
 
 def judge(command: ServeCommand) -> Iterator[str]:
     """Why this launch cannot use the feature, one line each."""
-    if (dtype := command.get("kv_cache_dtype")) != "fp8_e4m3":
-        yield f"the KV cache would be {dtype}: add --kv-cache-dtype fp8_e4m3"
-    for name in ("dsa_prefill_backend", "dsa_decode_backend"):
-        if (value := command.get(name)) not in (None, "flashmla_kv"):
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag} {value} does not read 528-byte rows; leave the flag out"
-    if command.get("dtype") not in ("auto", "bfloat16"):
-        yield f"--dtype {command.get('dtype')}: FlashMLA takes bf16 queries; leave the flag out"
-    if command.get("speculative_algorithm") not in (None, "EAGLE", "NEXTN"):
-        yield f"--speculative-algorithm {command.get('speculative_algorithm')} is not covered; EAGLE and NEXTN are"
-    if command.get("speculative_draft_kv_cache_dtype") not in (None, "auto", "fp8_e4m3"):
-        yield "the draft's KV cache has to be FP8 too; leave --speculative-draft-kv-cache-dtype out"
-    if command.get("dcp_size") > 1:
-        yield "decode context parallelism (--dcp-size > 1) is not covered: rope-free rows have no owner rule"
-    for name, what in UNCOVERED.items():
-        if command.get(name):
-            yield f"--{name.replace('_', '-')} is not covered: {what}"
-    if command.get("pp_size") > 1:
-        yield "pipeline parallelism (--pp-size > 1) is not covered (untested)"
-    if command.get("disaggregation_mode") not in (None, "null"):
-        yield "prefill/decode disaggregation is not covered: transfer of 528-byte rows is untested"
-    if command.model_config is not None:
-        yield from _judge_model(command.model_config, command.get("tp_size"))
-
-
-UNCOVERED = {
-    "enable_hierarchical_cache": "host copies of 528-byte rows are untested",
-    "enable_lmcache": "host copies of 528-byte rows are untested",
-    "enable_hisparse": "it keeps rows elsewhere",
-    "enable_two_batch_overlap": "untested",
-    "enable_dp_attention": "untested",
-    "enable_prefill_cp": "untested",
-    "enable_pdmux": "untested",
-    "enable_deterministic_inference": "FlashMLA's split of a row depends on the batch",
-}
-"""Boolean arguments of the engine that exclude the feature, and why."""
-
-
-def _judge_model(config: Mapping[str, Any], tp_size: int) -> Iterator[str]:
-    names = config.get("architectures") or [None]
-    if names[0] not in FLASH_ARCHITECTURES:
-        yield f"made for {FLASH_ARCHITECTURES[0]}, this model is {names[0]}; unset its flag"
-        return
-    text = config.get("text_config")
-    heads = {**config, **(text if isinstance(text, dict) else {})}.get("num_attention_heads", 64)
-    if heads // tp_size > MOST_HEADS:
-        yield f"{heads // tp_size} query heads per rank; FlashMLA takes up to {MOST_HEADS}: raise --tp-size"
+    return judge_rows(command, STOCK_FP8_NO_ROPE, FLASH_ARCHITECTURES)
