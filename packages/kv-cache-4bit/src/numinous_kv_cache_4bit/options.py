@@ -4,7 +4,13 @@
 from __future__ import annotations
 
 GLM_FLASH_FP8 = "kv4.glm_flash_fp8"
+GLM_FLASH = "kv4.glm_flash"
 FLASH_ARCHITECTURES = (
     "Glm5NextForConditionalGeneration",
     "Glm5NextForConditionalGenerationNextN",  # its draft
 )
+
+GLM_DSA = "kv4.glm_dsa"
+DSA_ARCHITECTURES = ("GlmMoeDsaForCausalLM", "GlmMoeDsaForCausalLMNextN")
+DSA_PREFILLS = ("flashmla_kv", "flashmla_sparse", "flashmla_sparse_q8")
+"""What `--dsa-prefill-backend` may be with 352-byte rows."""

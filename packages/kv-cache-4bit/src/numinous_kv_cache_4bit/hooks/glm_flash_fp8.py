@@ -15,23 +15,83 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from numinous_kv_cache_4bit.hooks.kept_rows import (
+    ATTENTION,
+    BACKEND,
+    CONFIGURATOR,
+    HYBRID_POOL,
+    KERNELS,
+    MHA,
+    POOLS,
+)
 from numinous_kv_cache_4bit.hooks.launch import judge_rows
 from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH_FP8
 from numinous_tooling.formats import STOCK_FP8_NO_ROPE
-from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
-from numinous_tooling.patching.feature import STOCK
+from numinous_tooling.patching import Feature, Hook, stock_pin
 from numinous_tooling.patching.serve_command import ServeCommand
 
-ATTENTION = "sglang.srt.layers.attention"
-BACKEND = f"{ATTENTION}.dsa_backend:DeepseekSparseAttnBackend"
 KPOOL = f"{ATTENTION}.dsa.dsa_backend_kpool:DeepseekSparseAttnBackendKPoolMixin"
 INDEXER = f"{ATTENTION}.dsa.dsa_indexer_kpool:IndexerKPool"
-POOLS = "sglang.srt.mem_cache.memory_pool"
 SIZING = "sglang.srt.model_executor.pool_configurator:create_memory_pool_configurator"
-MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha"
-KERNELS = "sglang.kernels.ops.attention.dsa"
 OURS = "numinous_kv_cache_4bit.engine.glm_flash_fp8"
 SHARED = "numinous_kv_cache_4bit.engine.flashmla"
+
+
+def table_hooks(feature: str, first: int) -> tuple[Hook, Hook]:
+    """Tables of the k-pool indexer in front of FlashMLA: the check that refuses them, and the schedule; numbered from `first`."""
+    check, schedule = f"{KPOOL}._check_kpool_tail_backend", f"{BACKEND}._compute_flashmla_metadata"
+    return (
+        Hook(
+            id=f"{feature}.{first:02}",
+            target=check,
+            kind="around",
+            call=f"{SHARED}:around_tail_check",
+            pins=(
+                stock_pin(check, "f4dc74acf3538b2d"),
+                stock_pin(f"{KPOOL}._resolve_kpool_tail_backend", "264412136039638b"),
+                # Slots that they name beyond a token's history and tail are -1.
+                stock_pin(
+                    f"{ATTENTION}.dsa.kpool_fp8_index:topk_from_pooled_history_logits",
+                    "b1325c29dd167913",
+                ),
+                stock_pin(f"{INDEXER}._full_topk_for_short_sequence", "6a2dfe0a0aa4f7d6"),
+            ),
+        ),
+        Hook(
+            id=f"{feature}.{first + 1:02}",
+            target=schedule,
+            kind="around",
+            call=f"{SHARED}:around_schedule",
+            pins=(
+                stock_pin(schedule, "9c56dcf17e8f4b05"),
+                # Who keeps the schedules of captured graphs, and refreshes them before a replay.
+                stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
+                stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
+                stock_pin(f"{BACKEND}._apply_cuda_graph_metadata", "e5c8eb86db863719"),
+                stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
+            ),
+        ),
+    )
+
+
+def prefix_hook(feature: str, number: int, ours: str) -> Hook:
+    """A cached prefix in front of multi-head attention, read by `around_prefix` of the adapter `ours`."""
+    target = f"{MHA}:DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_dsa"
+    return Hook(
+        id=f"{feature}.{number:02}",
+        target=target,
+        kind="around",
+        call=f"{ours}:around_prefix",
+        pins=(
+            stock_pin(target, "a5c55119eacf81a8"),
+            stock_pin(f"{MHA}:DeepseekMHAForwardMixin.forward_normal_prepare", "ef4bc197819320a9"),
+            stock_pin(f"{MHA}:resolve_attn_backend", "88aad03e4aa599bd"),
+            stock_pin(f"{BACKEND}.set_dsa_prefill_impl", "830f5141289eb559"),
+            # Launches the kernel that the adapter of 528-byte rows launches, with the same arguments but for the rope part.
+            stock_pin(f"{KERNELS}.dequant_k_cache:dequantize_k_cache_paged", "0dd5e8ae4d98cfb8"),
+        ),
+    )
+
 
 FEATURE = Feature(
     id=GLM_FLASH_FP8,
@@ -46,10 +106,7 @@ FEATURE = Feature(
             pins=(
                 stock_pin(SIZING, "3fa65491f3cd9416"),
                 # The row width, of which allocation and sizing make use.
-                stock_pin(
-                    "sglang.srt.mem_cache.kv_cache_configurator:calculate_mla_kv_cache_dim",
-                    "24d289146cfc6db0",
-                ),
+                stock_pin(f"{CONFIGURATOR}:calculate_mla_kv_cache_dim", "24d289146cfc6db0"),
             ),
         ),
         Hook(
@@ -59,13 +116,7 @@ FEATURE = Feature(
             call=f"{OURS}:after_backend",
             pins=(
                 stock_pin(f"{BACKEND}.__init__", "3a45fa68f9968b19"),
-                Pin(
-                    f"{POOLS}:HybridLinearKVPool.__init__",
-                    {
-                        STOCK: "533247d513bf8d45",
-                        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "d46255a1221ab14f",
-                    },
-                ),
+                HYBRID_POOL,
                 stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
                 # How the rows are written.
                 stock_pin(f"{POOLS}:MLATokenToKVPool._write_mla_kv_buffer", "8321b73993618b9d"),
@@ -75,36 +126,7 @@ FEATURE = Feature(
                 ),
             ),
         ),
-        Hook(
-            id="kv4.glm_flash_fp8.03",
-            target=f"{KPOOL}._check_kpool_tail_backend",
-            kind="around",
-            call=f"{SHARED}:around_tail_check",
-            pins=(
-                stock_pin(f"{KPOOL}._check_kpool_tail_backend", "f4dc74acf3538b2d"),
-                stock_pin(f"{KPOOL}._resolve_kpool_tail_backend", "264412136039638b"),
-                # Slots that they name beyond a token's history and tail are -1.
-                stock_pin(
-                    f"{ATTENTION}.dsa.kpool_fp8_index:topk_from_pooled_history_logits",
-                    "b1325c29dd167913",
-                ),
-                stock_pin(f"{INDEXER}._full_topk_for_short_sequence", "6a2dfe0a0aa4f7d6"),
-            ),
-        ),
-        Hook(
-            id="kv4.glm_flash_fp8.04",
-            target=f"{BACKEND}._compute_flashmla_metadata",
-            kind="around",
-            call=f"{SHARED}:around_schedule",
-            pins=(
-                stock_pin(f"{BACKEND}._compute_flashmla_metadata", "9c56dcf17e8f4b05"),
-                # Who keeps the schedules of captured graphs, and refreshes them before a replay.
-                stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
-                stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
-                stock_pin(f"{BACKEND}._apply_cuda_graph_metadata", "e5c8eb86db863719"),
-                stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
-            ),
-        ),
+        *table_hooks(GLM_FLASH_FP8, 3),
         Hook(
             id="kv4.glm_flash_fp8.05",
             target=f"{BACKEND}._forward_flashmla_kv",
@@ -117,27 +139,7 @@ FEATURE = Feature(
                 stock_pin(f"{BACKEND}.get_topk_transform_method", "d7fb2e8e5a091eba"),
             ),
         ),
-        Hook(
-            id="kv4.glm_flash_fp8.06",
-            target=f"{MHA}:DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_dsa",
-            kind="around",
-            call=f"{OURS}:around_prefix",
-            pins=(
-                stock_pin(
-                    f"{MHA}:DeepseekMHAForwardMixin._get_mla_kv_buffer_from_fp8_for_dsa",
-                    "a5c55119eacf81a8",
-                ),
-                stock_pin(
-                    f"{MHA}:DeepseekMHAForwardMixin.forward_normal_prepare", "ef4bc197819320a9"
-                ),
-                stock_pin(f"{MHA}:resolve_attn_backend", "88aad03e4aa599bd"),
-                stock_pin(f"{BACKEND}.set_dsa_prefill_impl", "830f5141289eb559"),
-                # Launches the kernel that the adapter launches, with the same arguments but for the rope part.
-                stock_pin(
-                    f"{KERNELS}.dequant_k_cache:dequantize_k_cache_paged", "0dd5e8ae4d98cfb8"
-                ),
-            ),
-        ),
+        prefix_hook(GLM_FLASH_FP8, 6, OURS),
     ),
     judge="numinous_kv_cache_4bit.hooks.glm_flash_fp8:judge",
     upstream="none",

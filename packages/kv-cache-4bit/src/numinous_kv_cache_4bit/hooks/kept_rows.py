@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on pool and backend that every feature with 4-bit rows in DSA models has: width, write, reads, FlashMLA over a scratch.
+
+What copies whole rows (moves, host copies of retracted requests, registration, sizes) is pinned and stays stock's.
+"""
+
+from __future__ import annotations
+
+from numinous_tooling.patching import Hook, Pin, stock_pin
+from numinous_tooling.patching.feature import STOCK
+
+ATTENTION = "sglang.srt.layers.attention"
+BACKEND = f"{ATTENTION}.dsa_backend:DeepseekSparseAttnBackend"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+SIZING = "sglang.srt.model_executor.pool_configurator"
+POOLS = "sglang.srt.mem_cache.memory_pool"
+KERNELS = "sglang.kernels.ops.attention.dsa"
+FORWARDS = "sglang.srt.models.deepseek_common.attention_forward_methods"
+MHA = f"{FORWARDS}.forward_mha"
+
+HYBRID_POOL = Pin(
+    f"{POOLS}:HybridLinearKVPool.__init__",
+    {
+        STOCK: "533247d513bf8d45",
+        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "d46255a1221ab14f",
+    },
+)
+
+
+def kept_rows_hooks(feature: str, ours: str) -> tuple[Hook, ...]:
+    """The hooks, numbered from 01.
+
+    Args:
+        feature: id of the feature.
+        ours: module of its adapter, with `after_backend` and a `ScratchRows` named ``ROWS``.
+    """
+    sizing = f"{SIZING}:create_memory_pool_configurator"
+    width = f"{CONFIGURATOR}:calculate_mla_kv_cache_dim"
+    pool = f"{POOLS}:MLATokenToKVPool"
+    return (
+        Hook(
+            id=f"{feature}.01",
+            target=sizing,
+            kind="before",
+            call=f"{ours}:ROWS.before_pool_sizing",
+            pins=(stock_pin(sizing, "3fa65491f3cd9416"),),
+        ),
+        Hook(
+            id=f"{feature}.02",
+            target=width,
+            kind="around",
+            call=f"{ours}:ROWS.around_width",
+            pins=(
+                stock_pin(width, "24d289146cfc6db0"),
+                # Who asks for the width: sizing, and the builders of the pools.
+                Pin(
+                    f"{SIZING}:DefaultPoolConfigurator._compute_cell_size",
+                    {
+                        STOCK: "2d634316c894ebf2",
+                        f"{STOCK} + upstream.fp4_workspace_sizing": "dcd8f9b5a4ac90b7",
+                    },
+                ),
+                stock_pin(
+                    f"{SIZING}:DefaultPoolConfigurator._compute_dsa_indexer_cell_size",
+                    "e4cbe5027706a98b",
+                ),
+                stock_pin(
+                    f"{CONFIGURATOR}:KVCacheConfigurator._build_dsa_kv_pool", "13d6f0b2ba6122aa"
+                ),
+                stock_pin(
+                    f"{CONFIGURATOR}:KVCacheConfigurator._build_hybrid_linear_kv_pool",
+                    "10332d90b89100ed",
+                ),
+                stock_pin(f"{CONFIGURATOR}:_should_elide_dsa_index_k", "50a5b5636ac9eae3"),
+            ),
+        ),
+        Hook(
+            id=f"{feature}.03",
+            target=f"{BACKEND}.__init__",
+            kind="after",
+            call=f"{ours}:after_backend",
+            pins=(
+                stock_pin(f"{BACKEND}.__init__", "3a45fa68f9968b19"),
+                HYBRID_POOL,
+                stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
+                Pin(
+                    f"{pool}.__init__",
+                    {
+                        STOCK: "649781c2d9074992",
+                        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "27ba1664a1099ec2",
+                    },
+                ),
+                stock_pin(f"{pool}._create_buffers", "79d30d270d450586"),
+                # Copies of whole rows.
+                stock_pin(f"{pool}.move_kv_cache", "b1de102d111c0ee9"),
+                stock_pin(f"{pool}.get_cpu_copy", "9a1c441d0c922239"),
+                stock_pin(f"{pool}.load_cpu_copy", "15828d522382bb5c"),
+                stock_pin(f"{pool}.get_contiguous_buf_infos", "8afe3df8739d03fe"),
+                stock_pin(f"{pool}.get_kv_size_bytes", "97e3d9dfc7066870"),
+                stock_pin(f"{POOLS}:DSATokenToKVPool.move_kv_cache", "fb9aaf75ad562736"),
+                stock_pin(f"{POOLS}:DSATokenToKVPool.get_cpu_copy", "a04011c4df47d33d"),
+                stock_pin(f"{POOLS}:DSATokenToKVPool.load_cpu_copy", "84418e5e441a3808"),
+            ),
+        ),
+        Hook(
+            id=f"{feature}.04",
+            target=f"{pool}._write_mla_kv_buffer",
+            kind="around",
+            call=f"{ours}:ROWS.around_write",
+            pins=(
+                stock_pin(f"{pool}._write_mla_kv_buffer", "8321b73993618b9d"),
+                # The other writers: one comes here, one refuses such pools, one writes for TRT-LLM alone.
+                stock_pin(f"{pool}.set_mla_kv_buffer", "764ef270ba66b00c"),
+                stock_pin(f"{pool}.set_kv_buffer", "2befb62d015f52c2"),
+                stock_pin(f"{POOLS}:HybridLinearKVPool.set_mla_kv_buffer", "60ce8386a6a5ff3d"),
+                stock_pin(
+                    f"{FORWARDS}.forward_mla:DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla",
+                    "ff7ed25064fd13a9",
+                ),
+            ),
+        ),
+        Hook(
+            id=f"{feature}.05",
+            target=f"{pool}.get_mla_kv_buffer",
+            kind="around",
+            call=f"{ours}:ROWS.around_read",
+            pins=(
+                stock_pin(f"{pool}.get_mla_kv_buffer", "26a7673d09319999"),
+                stock_pin(f"{pool}.get_key_buffer", "b38801294ac3d7c7"),
+            ),
+        ),
+        Hook(
+            id=f"{feature}.06",
+            target=f"{pool}.get_value_buffer",
+            kind="around",
+            call=f"{ours}:ROWS.around_values",
+            pins=(stock_pin(f"{pool}.get_value_buffer", "3ff38febb16be978"),),
+        ),
+        Hook(
+            id=f"{feature}.07",
+            target=f"{BACKEND}._forward_flashmla_kv",
+            kind="around",
+            call=f"{ours}:ROWS.around_attention",
+            pins=(
+                stock_pin(f"{BACKEND}._forward_flashmla_kv", "296ce7763b6accbd"),
+                stock_pin(f"{BACKEND}._compute_flashmla_metadata", "9c56dcf17e8f4b05"),
+                stock_pin(f"{BACKEND}.forward_extend", "9f3e30691c9cc85b"),
+                stock_pin(f"{BACKEND}.forward_decode", "6e99dc0ce6a2901e"),
+                stock_pin(f"{BACKEND}.get_topk_transform_method", "d7fb2e8e5a091eba"),
+                # What the metadata counts, by mode.
+                stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
+                stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
+                stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
+                stock_pin(f"{BACKEND}._apply_cuda_graph_metadata", "e5c8eb86db863719"),
+            ),
+        ),
+    )
