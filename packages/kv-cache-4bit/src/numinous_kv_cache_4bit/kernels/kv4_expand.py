@@ -118,9 +118,7 @@ def _kv4_expand_kernel(
     ROPE: tl.constexpr,  # 0 none, 1 E4M3, 2 bf16
 ):
     lane = tl.arange(0, BATCH)
-    _, rows = _length(
-        requests_ptr, lengths_ptr, lane, lane < batch, extra, table_rows, columns
-    )
+    _, rows = _length(requests_ptr, lengths_ptr, lane, lane < batch, extra, table_rows, columns)
     ends = tl.cumsum((rows + UNIT - 1) // UNIT, axis=0)  # of the requests' units
     total = tl.max(ends, axis=0)
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):

@@ -107,8 +107,9 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
 
 
 def _reference(case: Case, inputs: Tensors) -> Tensors:
-    call = [inputs[name] for name in ("table", "requests", "lengths")]
-    reference(inputs["pool"][:, 0], *call, inputs["out"][:, 0], extra=case.extra)
+    pool, out = inputs["pool"][:, 0], inputs["out"][:, 0]
+    table, requests, lengths = inputs["table"], inputs["requests"], inputs["lengths"]
+    reference(pool, table, requests, lengths, out, extra=case.extra)
     return {"out": inputs["out"]}
 
 
@@ -207,9 +208,7 @@ OP = Op(
     compare_oracle=_compare_oracle,
     traffic=lambda case: traffic(live_rows(case), case.width, 8 if case.ids == "int64" else 4),
     implementations={"triton": Implementation(run=_run, interpret=True)},
-    peers={
-        "sglang-cast": Implementation(run=_stock_cast, version=engine_version, archs=("sm90",))
-    },
+    peers={"sglang-cast": Implementation(run=_stock_cast, version=engine_version, archs=("sm90",))},
     binaries=(
         _binary("352_32", 352, 32),
         _binary("352_64", 352, 64),
