@@ -90,6 +90,7 @@ def around_pool(
             f"{model.kv_lora_rank} and {model.qk_rope_head_dim}"
         )
     DensePool.rows = ROWS
+    _wait_for_whole_forward()
     layers = configurator.layer_info
     pool = DensePool(
         max_total_num_tokens,
@@ -108,6 +109,17 @@ def around_pool(
             f"{pool.size} slots in the draft's pool, another number in the target's: they cannot share a shadow"
         )
     return pool
+
+
+def _wait_for_whole_forward() -> None:
+    """The scheduler's next writes to `req_to_token` come after the forward, as where no backend says that it has a copy of its own.
+
+    Stock's backends copy their part of the table before a graph is replayed, whereupon the scheduler may give the rows to other requests.
+    Rows are decoded in each layer, so the table is read until the last.
+    """
+    from sglang.srt.environ import envs
+
+    envs.SGLANG_FORCE_COARSE_WAR_BARRIER.set(True)
 
 
 def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:

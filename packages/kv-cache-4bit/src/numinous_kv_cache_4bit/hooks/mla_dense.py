@@ -90,6 +90,10 @@ FEATURE = Feature(
                 stock_pin(f"{POOL}.move_kv_cache", "b1de102d111c0ee9"),
                 stock_pin(f"{POOL}.get_cpu_copy", "9a1c441d0c922239"),
                 stock_pin(f"{POOL}.load_cpu_copy", "15828d522382bb5c"),
+                # When the scheduler may write to the table that is read in each layer.
+                stock_pin(
+                    "sglang.srt.managers.scheduler:Scheduler._apply_war_barrier", "cb3bed8682e85891"
+                ),
             ),
         ),
         Hook(
