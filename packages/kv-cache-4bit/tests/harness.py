@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.engine import flashmla
+from numinous_kv_cache_4bit.engine import flashmla, rows, scratch
+from numinous_kv_cache_4bit.kernels import kv4_compact, kv4_gather, kv4_write
 from numinous_tooling.formats import LATENT_DIM, RowFormat, row_format
 from numinous_tooling.patching.feature import Feature
 
@@ -234,6 +235,46 @@ def random_rows(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     both = torch.randn(count, 1, LATENT_DIM + row.rope_dim, generator=generator).to(torch.bfloat16)
     return both, row.pack(both[..., :LATENT_DIM], both[..., LATENT_DIM:])
+
+
+@pytest.fixture
+def reference_kernels(monkeypatch: Any) -> None:
+    """The kernels of 4-bit rows by their references, where adapters call them; rows of a scratch are NaN until they are written."""
+
+    def write(
+        pool: torch.Tensor, loc: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor | None
+    ) -> None:
+        rope = None if rope is None or not rope.numel() else rope[:, 0]
+        kv4_write.reference(pool[:, 0], loc, latent[:, 0], rope)
+
+    def gather(
+        pool: torch.Tensor,
+        index: torch.Tensor,
+        *,
+        to: Any,
+        out: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        made = kv4_gather.reference(pool[:, 0], index, to=to, count=count)
+        if positions is not None:
+            positions.copy_(made["positions"])
+        if out is None:
+            return made["out"].view(torch.bfloat16) if to == "bf16" else made["out"]
+        assert out.is_contiguous()
+        assert len(out) == index.numel()
+        out[: len(made["out"])] = made["out"]
+        return out
+
+    def compact(table: torch.Tensor, slots: int) -> kv4_compact.Compacted:
+        return kv4_compact.Compacted(**kv4_compact.reference(table, slots))
+
+    fresh = scratch.ScratchRows._scratch
+    monkeypatch.setattr(scratch.ScratchRows, "_scratch", lambda *args: fresh(*args).fill_(0x7F))
+    monkeypatch.setattr(rows, "kv4_write", write)
+    monkeypatch.setattr(rows, "kv4_gather", gather)
+    monkeypatch.setattr(scratch, "kv4_gather", gather)
+    monkeypatch.setattr(scratch, "kv4_compact", compact)
 
 
 def make_pool(engine: Any, row: RowFormat, *, kpool: int = 1, layers: int = 1, **of: Any) -> Any:
