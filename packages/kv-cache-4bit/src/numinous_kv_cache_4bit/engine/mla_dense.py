@@ -92,7 +92,7 @@ def around_pool(
     DensePool.rows = ROWS
     _wait_for_whole_forward()
     layers = configurator.layer_info
-    pool = DensePool(
+    return DensePool(
         max_total_num_tokens,
         page_size=configurator.pool_page_size,
         dtype=configurator.kv_cache_dtype,
@@ -103,12 +103,8 @@ def around_pool(
         enable_memory_saver=False,
         start_layer=layers.start_layer,
         end_layer=layers.end_layer,
+        draft=configurator.is_draft_worker,
     )
-    if configurator.is_draft_worker and pool.owns_shadow:
-        ROWS.refuse(
-            f"{pool.size} slots in the draft's pool, another number in the target's: they cannot share a shadow"
-        )
-    return pool
 
 
 def _wait_for_whole_forward() -> None:

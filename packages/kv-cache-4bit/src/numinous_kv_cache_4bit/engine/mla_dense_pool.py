@@ -29,11 +29,19 @@ class DensePool(MLATokenToKVPool):
     Within `attending` the rows that the batch sees are decoded into the shadow when the first of them is asked for. Outside of it nobody
     knows which rows are live, so what is returned has a shape and a dtype and no memory (device ``meta``): reading it fails.
 
-    A pool of as many slots on the same device shares the shadow: a draft's, whose layers run in turn with the target's on one stream.
+    A draft's pool has as many slots, and its layers run in turn with the target's on one stream: it uses the target's shadow.
+
+    Args:
+        draft: whether it is a draft's.
+        args, named: of `MLATokenToKVPool`.
     """
 
     rows: KeptRows
     """Set by the feature: encoder and decoder, refusals, counters."""
+
+    def __init__(self, *args: Any, draft: bool, **named: Any) -> None:
+        self.draft = draft
+        super().__init__(*args, **named)
 
     def _create_buffers(self) -> None:
         # What the base allocates: rows of bytes.
@@ -41,13 +49,15 @@ class DensePool(MLATokenToKVPool):
         super()._create_buffers()
         slots = self.size + self.page_size
         key = (str(self.device), slots)
-        shadow = _shadows.get(key)
-        self.owns_shadow = shadow is None
-        if shadow is None:
-            shadow = torch.zeros((slots, 1, COLUMNS), dtype=self.dtype, device=self.device)
-            _shadows[key] = shadow
-        self.shadow: torch.Tensor = shadow
-        self._unread = torch.empty_like(shadow, device="meta")
+        if not self.draft:
+            shape = (slots, 1, COLUMNS)
+            self.shadow = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            _shadows[key] = self.shadow
+        elif key in _shadows:
+            self.shadow = _shadows[key]
+        else:
+            self.rows.refuse(f"no target's pool has the {self.size} slots of the draft's")
+        self._unread = torch.empty_like(self.shadow, device="meta")
         self._batch: tuple[torch.Tensor, Any, int] | None = None
         self._decoded = False
 
@@ -56,8 +66,7 @@ class DensePool(MLATokenToKVPool):
         del self.shadow
 
     def get_kv_size_bytes(self) -> int:
-        packed: int = super().get_kv_size_bytes()
-        return packed + (self.shadow.nbytes if self.owns_shadow else 0)
+        return int(super().get_kv_size_bytes()) + (0 if self.draft else self.shadow.nbytes)
 
     # --- Write ---
 

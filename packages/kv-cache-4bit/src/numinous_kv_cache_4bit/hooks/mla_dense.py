@@ -147,8 +147,6 @@ def judge(command: ServeCommand) -> Iterator[str]:
         if (value := command.get(name)) not in (None, *DENSE_BACKENDS):
             flag = "--" + name.replace("_", "-")
             yield f"{flag} {value} is not covered; {', '.join(DENSE_BACKENDS)} are"
-    if (command.get("speculative_eagle_topk") or 1) > 1:
-        yield "trees of drafts (--speculative-eagle-topk > 1) are not covered (untested)"
     if command.get("cuda_graph_backend_prefill") == "full":
         yield "--cuda-graph-backend-prefill full is not covered: it captures lengths of its own"
     if command.get("enable_memory_saver"):
