@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from numinous_kv_cache_4bit.hooks.launch import judge_rows
 from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, DENSE_BACKENDS, MLA_DENSE
 from numinous_tooling.formats import KV4, LATENT_DIM
-from numinous_tooling.patching import Feature, Hook, stock_pin
+from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
+from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
 
 ATTENTION = "sglang.srt.layers.attention"
@@ -44,7 +45,13 @@ FEATURE = Feature(
             kind="around",
             call=f"{OURS}:around_dtype",
             pins=(
-                stock_pin(DTYPE, "32eda4c198e8f603"),
+                Pin(
+                    DTYPE,
+                    {
+                        STOCK: "32eda4c198e8f603",
+                        f"{STOCK} + upstream.kv_cache_dtype_silent": "dccf4881a164e119",
+                    },
+                ),
                 stock_pin(
                     "sglang.srt.model_executor.model_runner:ModelRunner.configure_kv_cache_dtype",
                     "7f4b70e415cd9a45",
@@ -76,7 +83,13 @@ FEATURE = Feature(
             pins=(
                 stock_pin(f"{CONFIGURATOR}._build_mla_kv_pool", "48254ab9d8e704ad"),
                 # What the pool inherits, and what it answers in place of stock's.
-                stock_pin(f"{POOL}.__init__", "649781c2d9074992"),
+                Pin(
+                    f"{POOL}.__init__",
+                    {
+                        STOCK: "649781c2d9074992",
+                        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "27ba1664a1099ec2",
+                    },
+                ),
                 stock_pin(f"{POOL}._create_buffers", "79d30d270d450586"),
                 stock_pin(f"{POOL}._clear_buffers", "ffdfbf6694a1d697"),
                 stock_pin(f"{POOL}.get_kv_size_bytes", "97e3d9dfc7066870"),
