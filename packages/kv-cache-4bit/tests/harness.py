@@ -33,24 +33,25 @@ SCALE = 0.04
 def attention(
     q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """What FlashMLA computes, in fp32: per row, softmax over the slots that are not -1; zeros where there is none.
+    """What FlashMLA computes: per row, softmax over the slots that are not -1; zeros where there is none.
 
     Args:
-        q: [rows, heads, 512 or 576].
+        q: [rows, heads, 512 or 576]; computed in fp64 if it is, else in fp32.
         cache: rows of any format, [..., width], any 1-byte type.
         slots: [rows, width].
 
     Returns:
-        fp32 [rows, heads, 512].
+        fp32 or fp64 [rows, heads, 512].
     """
     row = row_format(cache.shape[-1])
     rows = cache.view(torch.uint8).reshape(-1, row.width)
-    out = torch.zeros((*q.shape[:2], LATENT_DIM), dtype=torch.float32, device=q.device)
+    work = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros((*q.shape[:2], LATENT_DIM), dtype=work, device=q.device)
     for at, named in enumerate(slots.long()):
-        latent, rope = (x.float() for x in row.unpack(rows[named[named != -1]]))
+        latent, rope = (x.to(work) for x in row.unpack(rows[named[named != -1]]))
         if len(latent):
             keys = torch.cat([latent, rope], dim=-1)
-            out[at] = torch.softmax(q[at].float() @ keys.T * scale, dim=-1) @ latent
+            out[at] = torch.softmax(q[at].to(work) @ keys.T * scale, dim=-1) @ latent
     return out
 
 

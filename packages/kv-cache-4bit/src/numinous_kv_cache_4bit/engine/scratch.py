@@ -84,7 +84,7 @@ class ScratchRows(KeptRows):
         table = flashmla.padded_table(view, page_table_1, self.feature)
         pool = kv_cache.view(torch.uint8)
         shared = rows > len(metadata.cache_seqlens_int32)
-        tokens = _tokens(metadata)
+        tokens = _tokens(metadata, q_all.device)
         most = min(table.numel(), len(pool), tokens)
         turn = rows if most <= SCRATCH_ROWS else max(1, SCRATCH_ROWS // table.shape[1])
         parts = []
@@ -139,10 +139,12 @@ class ScratchRows(KeptRows):
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
 
-def _tokens(metadata: Any) -> int:
+def _tokens(metadata: Any, device: torch.device) -> int:
     """How many slots a batch can name at most, where the host knows; otherwise more than there are.
 
-    Only prefill's metadata says so: those of decode and verification have `max_seq_len_q` 1 and count without the draft's tokens.
+    Only prefill's metadata says so: those of decode and verification have `max_seq_len_q` 1 and count without the draft's tokens. A
+    graph that is being captured serves other batches, too.
     """
     total = metadata.seq_lens_sum if metadata.max_seq_len_q > 1 else None
-    return 2**31 if total is None else max(int(total), 1)
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return 2**31 if total is None or capturing else max(int(total), 1)
