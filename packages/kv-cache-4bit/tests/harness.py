@@ -23,7 +23,7 @@ from numinous_kv_cache_4bit.kernels import kv4_compact, kv4_gather, kv4_write
 from numinous_tooling.formats import LATENT_DIM, RowFormat, row_format
 from numinous_tooling.patching.feature import Feature
 
-HEADS, PAGE = 64, 64
+HEADS, PAGE = 8, 64  # stock pads heads to 64
 TOPK = 128
 DRAFT = 3  # tokens of a verification
 PAGES = 10
@@ -45,13 +45,17 @@ def attention(
     """
     row = row_format(cache.shape[-1])
     rows = cache.view(torch.uint8).reshape(-1, row.width)
+    heads = int(
+        q.abs().amax(dim=(0, 2)).count_nonzero()
+    )  # without those of padding, which come last
     work = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros((*q.shape[:2], LATENT_DIM), dtype=work, device=q.device)
     for at, named in enumerate(slots.long()):
         latent, rope = (x.to(work) for x in row.unpack(rows[named[named != -1]]))
         if len(latent):
             keys = torch.cat([latent, rope], dim=-1)
-            out[at] = torch.softmax(q[at].to(work) @ keys.T * scale, dim=-1) @ latent
+            weights = torch.softmax(q[at, :heads].to(work) @ keys.T * scale, dim=-1)
+            out[at, :heads] = weights @ latent
     return out
 
 

@@ -255,25 +255,29 @@ def test_a_batch_that_names_more_than_it_has_ends(
         run(backend, forward, "EXTEND", slots)
 
 
-def test_graphs(engine: Any, hopper: Any, kv4: Any, count: Count, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("name", "each"), [("DECODE", 1), ("TARGET_VERIFY", DRAFT)])
+def test_graphs(
+    engine: Any, hopper: Any, kv4: Any, count: Count, monkeypatch: Any, name: str, each: int
+) -> None:
     """Captured sizes keep their schedules; what is launched and allocated depends on shapes alone."""
     backend = make_backend(engine, monkeypatch, kv4)
     backend.init_cuda_graph_state(4, 4 * DRAFT)
-    mode = engine.Mode.DECODE
+    mode = getattr(engine.Mode, name)
     shapes: dict[int, set[Any]] = {}
-    for turn in range(2):
+    for replay in (False, True):
         for size in (4, 1, 2):
             lengths = torch.tensor([5, 70, 130, 64][:size])
             backend._apply_cuda_graph_metadata(
                 size, torch.arange(size), lengths, lengths, mode, spec_info=None
             )
             forward = SimpleNamespace(forward_mode=mode, out_cache_loc=None)
-            slots = torch.full((size, kv4.width if kv4.kpool == 1 else 131), -1, dtype=torch.int32)
-            if turn:  # captured with an empty table
+            slots = torch.full((size * each, TOPK + kv4.kpool - 1), -1, dtype=torch.int32)
+            if replay:  # captured with an empty table
                 slots[:, :60] = torch.arange(PAGE, PAGE + 60)
-            q, out = run(backend, forward, "DECODE", slots)
-            assert close(out, decoded(backend, q, slots)) or not turn
-            shapes.setdefault(size, set()).add((hopper().calls[-1], hopper().caches[-1].shape))
+            q, out = run(backend, forward, name, slots)
+            assert close(out, decoded(backend, q, slots)) or not replay
+            assert hopper().calls[-1] == (size * each, 64, kv4.width)
+            shapes.setdefault(size, set()).add(hopper().caches[-1].shape)
     assert {size: len(found) for size, found in shapes.items()} == {4: 1, 1: 1, 2: 1}
 
 

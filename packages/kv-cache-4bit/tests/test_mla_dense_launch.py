@@ -49,7 +49,7 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3"}
         ({}, "would be auto: add --kv-cache-dtype fp8_e4m3"),
         ({"kv_cache_dtype": "bfloat16"}, "would be bfloat16: add --kv-cache-dtype fp8_e4m3"),
         *((FP8 | {name: "fa4"}, "fa4 is not covered") for name in BACKEND_ARGUMENTS),
-        (FP8 | {"attention_backend": "cutlass_mla"}, "--attention-backend cutlass_mla is not covered; fa3, flashmla"),
+        (FP8 | {"attention_backend": "trtllm_mla"}, "--attention-backend trtllm_mla is not covered; fa3, flashmla"),
         (FP8 | {"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full"),
         (FP8 | {"enable_memory_saver": True}, "--enable-memory-saver"),
         (FP8 | {"enable_torch_compile": True}, "--enable-torch-compile"),
