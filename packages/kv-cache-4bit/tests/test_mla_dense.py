@@ -737,3 +737,53 @@ def test_scale_of_the_test() -> None:
     q = torch.randn(576, generator=torch.Generator().manual_seed(2))
     assert 0.5 < float((keys @ q * SCALE).std()) < 2
     assert math.isclose(SCALE, 1 / math.sqrt(576), rel_tol=0.05)
+
+
+# --- Device ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_pool_on_the_gpu(engine: Any, gpu: torch.device) -> None:
+    """Our kernels under the pool, captured once, replayed with other requests and lengths in the same tensors."""
+    from numinous_kv_cache_4bit.engine.mla_dense_pool import DensePool
+
+    DensePool.rows = ours.ROWS
+    pool = DensePool(
+        SLOTS, page_size=1, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64,
+        layer_num=LAYERS, device=str(gpu), enable_memory_saver=False, draft=False,
+    )  # fmt: skip
+    want = [filling(number, SLOTS)[1].to(gpu) for number in range(LAYERS)]
+    loc = torch.arange(1, SLOTS + 1, device=gpu)
+    for number in range(LAYERS):
+        latent, rope = (part.to(gpu) for part in values(100 + number, SLOTS))
+        pool.set_mla_kv_buffer(layer(number), loc, latent, rope)
+        read, rope = pool.get_mla_kv_buffer(layer(number), loc, torch.bfloat16)
+        assert torch.equal(torch.cat([read, rope], dim=-1), want[number])
+    table = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(0)) + 1
+    table = table.view(4, -1).int().to(gpu)
+    made = SimpleNamespace(
+        req_pool_indices=torch.tensor([0, 2], device=gpu), seq_lens=torch.tensor([3, 1], device=gpu)
+    )
+
+    def both_layers() -> list[torch.Tensor]:
+        found = []
+        for number in range(LAYERS):
+            with pool.attending(table, made, 2):
+                found.append(pool.get_key_buffer(number).clone())
+        return found
+
+    both_layers()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both_layers()
+    for requests, lengths in (([0, 2], [3, 1]), ([3, 1], [50, 78]), ([1, 1], [0, 9])):
+        made.req_pool_indices.copy_(torch.tensor(requests))
+        made.seq_lens.copy_(torch.tensor(lengths))
+        pool.shadow.fill_(7.0)
+        graph.replay()
+        live = torch.cat([table[r, : n + 2] for r, n in zip(requests, lengths, strict=True)]).long()
+        for number, got in enumerate(captured):
+            assert torch.equal(got[live], want[number][live - 1])
+            others = torch.ones(len(got), dtype=torch.bool, device=gpu)
+            others[live] = False
+            assert bool((got[others] == 7.0).all())

@@ -7,7 +7,7 @@
             int64 on the device; out [slots, 576 or 512] bf16, latent then rope. A 1 in the middle of pool and out is taken.
 *Ids*       negative ones and ones beyond the pool are skipped; an id may stand any number of times (requests share prefixes): each time
             the same bytes are written. A request that is no row of the table has no rows. lengths[b] + extra is clamped to 0 … W.
-*Grid*      static: a multiple of the number of SMs, whatever the lengths, which only the device knows. Each program sums the requests' units
+*Grid*      static: 1024 programs whatever the lengths, which only the device knows. Each program sums the requests' units
             of 32 rows (one scan of B lengths), then takes every G-th unit of the batch; which request a unit belongs to are two reductions
             over B. So one long request among short ones is spread like any other, and a captured graph serves every length.
 *Bytes*     a live row: 352 + id (4) read, 1152 written: 1508. 131,072 rows: 198 MB, 47 µs at 4.25 TB/s (*reported* best copy of an H200). What is
@@ -35,8 +35,8 @@ UNIT = 32
 """Rows of a request that a program takes at a time."""
 GROUP = 8
 """Rows whose rope part is converted together."""
-PROGRAMS = 8
-"""For each SM."""
+PROGRAMS = 1024
+"""Of a launch: eight for each SM of an H200, all resident at once."""
 LEAST_BATCH = 32
 """Width of the scan in the smallest launch; powers of two from here on are compiled apart."""
 MOST_REQUESTS = 2**14
@@ -219,9 +219,7 @@ def kv4_expand(
 
 
 def _programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 3  # of the interpreter; more than one, so that units are shared out
-    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return 3 if device.type == "cpu" else PROGRAMS  # the interpreter shares units out, too
 
 
 def _check_out(out: torch.Tensor, pool: torch.Tensor, columns: int) -> None:
