@@ -105,7 +105,7 @@ def right(backend: Any, q: torch.Tensor, slots: torch.Tensor, out: torch.Tensor)
     return close(out, decoded(backend, q, slots)) and close(out, expected(backend, q, slots), NOISE)
 
 
-LENGTHS = [3, 5, 63, 64, 1, 130, 200]  # below and above top-k
+LENGTHS = [3, 64, 1, 200]  # below and above top-k
 
 
 # --- Attention --------------------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ def test_decode(
     forward = batch(engine, backend, "DECODE", LENGTHS)
     slots = select(backend, seen(forward, "DECODE"))
     q, out = run(backend, forward, "DECODE", slots, heads)
-    assert hopper().calls == [(7, 64 if heads <= 64 else 128, kv4.width)]
-    assert hopper().caches[0].shape == (7 * kv4.width // PAGE, PAGE, 1, kv4.stock.width)
+    assert hopper().calls == [(4, 64 if heads <= 64 else 128, kv4.width)]
+    assert hopper().caches[0].shape == (4 * kv4.width // PAGE, PAGE, 1, kv4.stock.width)
     assert right(backend, q, slots, out)
     assert count.seen == 1
 
@@ -151,7 +151,7 @@ def test_a_rank_of_two_computes_its_heads(
 @pytest.mark.parametrize(
     ("mode", "lengths", "prefixes"),
     [
-        ("EXTEND", [1, 9, 20], [0, 0, 0]),
+        ("EXTEND", [1, 9], [0, 0]),
         (
             "EXTEND",
             [3, 5, 64, 130, 200],
@@ -186,7 +186,7 @@ def test_several_rows_of_a_request(
     assert right(backend, q, slots, out)
 
 
-@pytest.mark.parametrize(("mode", "turns"), [("DECODE", [2, 2, 2, 1]), ("EXTEND", [2] * 6 + [1])])
+@pytest.mark.parametrize(("mode", "turns"), [("DECODE", [2, 2]), ("EXTEND", [2, 2, 2, 1])])
 def test_a_scratch_holds_so_many_rows_and_no_more(
     engine: Any, hopper: Any, kv4: Any, count: Count, monkeypatch: Any, mode: str, turns: list[int]
 ) -> None:
@@ -195,7 +195,7 @@ def test_a_scratch_holds_so_many_rows_and_no_more(
     if mode == "DECODE":
         forward = batch(engine, backend, mode, LENGTHS)
     else:
-        forward = batch(engine, backend, mode, [9, 200, 200], [6, 195, 195])
+        forward = batch(engine, backend, mode, [9, 200, 200], [7, 197, 198])
     slots = select(backend, seen(forward, mode))
     q, out = run(backend, forward, mode, slots)
     assert [call[0] for call in hopper().calls] == turns
@@ -560,8 +560,8 @@ def test_u08_no_rank_writes_rows_of_others(engine: Any, kv4: Any, filled: Any) -
         exact[..., 512:],
     )
     assert torch.equal(filled.kv_buffer[0], before)
-    command = SimpleNamespace(get=lambda name: 2 if name == "dcp_size" else None, model_config=None)
-    command.get = {"dcp_size": 2, "kv_cache_dtype": "fp8_e4m3", "dtype": "auto", "pp_size": 1}.get
+    command = SimpleNamespace(model_config=None)
+    command.get = {"dcp_size": 2, "pp_size": 1}.get
     judge = glm_dsa_hooks.judge if kv4.ours is glm_dsa else glm_flash_hooks.judge
     assert [line for line in judge(command) if "--dcp-size" in line]
 
@@ -752,16 +752,13 @@ def test_rows_in_place_of_no_others(engine: Any, kv4: Any, count: Count, monkeyp
         cell(engine, configurator(kv4), 1)
 
 
-class OtherPool:
-    """Stands for HiSparse's, layer-split and unified pools: subclasses with rows elsewhere."""
-
-
 def test_backend_refuses(engine: Any, kv4: Any, count: Count, monkeypatch: Any) -> None:
     with pytest.raises(SystemExit, match="192 query heads per rank"):
         make_backend(engine, monkeypatch, kv4, heads=192)
     with pytest.raises(SystemExit, match=f"rows are {kv4.stock.width} wide, not {kv4.row.width}"):
         make_backend(engine, monkeypatch, kv4, pool=make_pool(engine, kv4.stock, kpool=kv4.kpool))
     other = make_pool(engine, kv4.row, kpool=kv4.kpool)
+    # As HiSparse's and layer-split pools are: subclasses with rows elsewhere.
     other.__class__ = type("LayerSplitDSATokenToKVPool", (type(other),), {})
     with pytest.raises(SystemExit, match="the pool is a LayerSplitDSATokenToKVPool"):
         make_backend(engine, monkeypatch, kv4, pool=other)
