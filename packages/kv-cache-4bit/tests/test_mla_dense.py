@@ -36,11 +36,10 @@ CONTEXT = 128
 
 def attend(q: torch.Tensor, keys: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:
     """fp32 [rows, heads, 512]: query row n over the first lengths[n] keys [tokens, 576]."""
-    out = []
-    for row, length in zip(q.float(), lengths, strict=True):
-        seen = keys[:length].float()
-        out.append(torch.softmax(row @ seen.T * scale, dim=-1) @ seen[:, :512])
-    return torch.stack(out)
+    seen = keys[: max(lengths)].float()
+    hidden = torch.arange(len(seen)) >= torch.tensor(lengths)[:, None]
+    scores = (q.float() @ seen.T * scale).masked_fill(hidden[:, None], -torch.inf)
+    return torch.softmax(scores, dim=-1) @ seen[:, :512]
 
 
 class FlashAttention(types.ModuleType):

@@ -76,7 +76,7 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     )
     pool = memory[..., 32 : 32 + case.width]
     if case.rows == "written":
-        distinct = min(slots, 1000)
+        distinct = min(slots, 60)
         latent = (normal(distinct, 512) * torch.exp2(2 * normal(512))).to(torch.bfloat16)
         rows = row.pack(latent, normal(distinct, row.rope_dim).to(torch.bfloat16))
         pool[:, 0] = rows[torch.arange(slots, device=device) % distinct]
