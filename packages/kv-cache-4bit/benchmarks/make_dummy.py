@@ -10,7 +10,8 @@
 | deepseek-v3 | DeepseekV3ForCausalLM | 6 | 64 heads, latent 512 + rope 64, dense |
 
 1.4 to 2.4 GB; ``--tiny`` cuts hidden size, heads and experts too (a few MB; of these the CPU engine runs deepseek-v3, the
-kernels of the sparse ones need a GPU). ``--draft`` adds the NextN layer, for ``--speculative-algorithm EAGLE``.
+kernels of the sparse ones need a GPU). ``--draft`` adds the NextN layer, for ``--speculative-algorithm EAGLE``; ``--layers`` takes another number
+of layers.
 
 *Weights* are random but not flat, so that logits, attention and the indexer's choice depend on the prompt: matrices are normal with
 a spread of 1 / sqrt(inputs) times a gain, norms are 1, what writes to the residual stream is divided by sqrt(2 × layers). The engine's
@@ -164,9 +165,11 @@ def text_config(arch: str, tiny: bool, draft: bool) -> Config:
     }
 
 
-def model_config(arch: str, tiny: bool, draft: bool) -> Config:
+def model_config(arch: str, tiny: bool, draft: bool, layers: int | None = None) -> Config:
     """The whole config.json."""
     text = text_config(arch, tiny, draft)
+    if layers is not None:
+        text["num_hidden_layers"] = layers
     if arch != "glm-flash":
         return text
     return {
@@ -347,12 +350,20 @@ def tokenizer() -> tuple[Config, Config]:
     }
 
 
-def write(arch: str, out: Path, *, tiny: bool = False, draft: bool = False, seed: int = 0) -> int:
+def write(
+    arch: str,
+    out: Path,
+    *,
+    tiny: bool = False,
+    draft: bool = False,
+    seed: int = 0,
+    layers: int | None = None,
+) -> int:
     """Write the checkpoint into a new or empty folder; returns the bytes of its weights."""
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise SystemExit(f"{out} is not empty; name a new folder")
-    config = model_config(arch, tiny, draft)
+    config = model_config(arch, tiny, draft, layers)
     files = {"config.json": config}
     files["tokenizer.json"], files["tokenizer_config.json"] = tokenizer()
     index, total = {}, 0
@@ -380,8 +391,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a few MB, for tests")
     parser.add_argument("--draft", action="store_true", help="with the NextN layer")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, help="instead of the table's number")
     options = parser.parse_args(argv)
-    write(options.arch, options.out, tiny=options.tiny, draft=options.draft, seed=options.seed)
+    named = {name: getattr(options, name) for name in ("tiny", "draft", "seed", "layers")}
+    write(options.arch, options.out, **named)
     return 0
 
 

@@ -32,4 +32,12 @@ KERNELS = (
         arch=COMPILED,
         peers=("torch-sort",),
     ),
+    Kernel(
+        op="kv4_expand",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.kv4_expand:OP",
+        sentence="Decodes the live 4-bit MLA rows of a batch in place to bf16 rows that stock attention reads.",
+        arch=COMPILED,
+        peers=("sglang-cast",),
+    ),
 )

@@ -90,8 +90,12 @@ class KeptRows:
                 f"and {version or 'none'} is installed"
             )
 
-    def describe(self, pool: Any) -> None:
-        """Say once how many tokens fit, and how many rows of stock's would fit into the same memory."""
+    def describe(self, pool: Any, once: int = 0) -> None:
+        """Say once how many tokens fit, and how many rows of stock's would fit into the same memory.
+
+        Args:
+            once: bytes of a token that the feature keeps once, for all layers together.
+        """
         if self._described:
             return
         self._described = True
@@ -99,7 +103,7 @@ class KeptRows:
 
         layers = pool.layer_num
         index_layers = layers - sum(pool.skip_topk_layers) if pool.use_dsa else 0
-        ours = bytes_per_token(self.row.width, layers, index_layers)
+        ours = bytes_per_token(self.row.width, layers, index_layers) + once
         others = [("bf16", bf16_width(self.row))]
         if self.stock is not None:
             others.insert(0, ("stock's FP8", self.stock.width))
@@ -164,8 +168,13 @@ class KeptRows:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`MLATokenToKVPool.get_mla_kv_buffer`: latent [n, 1, 512] and rope [n, 1, 64] (None without) of slots, bf16 unless named."""
         self._check_pool(pool)
-        both = self.dequantize(pool.get_key_buffer(layer.layer_id), loc)[:, None]
-        both = both.to(dst_dtype or torch.bfloat16)
+        return self.read(pool.get_key_buffer(layer.layer_id), loc, dst_dtype)
+
+    def read(
+        self, cache: torch.Tensor, loc: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Latent [n, 1, 512] and rope [n, 1, 64] (None without) of slots of a layer, contiguous, bf16 unless named."""
+        both = self.dequantize(cache, loc)[:, None].to(dtype or torch.bfloat16)
         latent = both[..., :LATENT_DIM].contiguous()
         return latent, both[..., LATENT_DIM:].contiguous() if self.row.rope_dim else None
 

@@ -55,7 +55,7 @@ def judge_rows(
     if command.get("speculative_algorithm") not in (None, "EAGLE", "NEXTN"):
         yield f"--speculative-algorithm {command.get('speculative_algorithm')} is not covered; EAGLE and NEXTN are"
     if (topk := command.get("speculative_eagle_topk") or 1) > 1:
-        yield f"--speculative-eagle-topk {topk} is not covered: stock's index keys do not follow tokens that a tree moves"
+        yield f"--speculative-eagle-topk {topk} is not covered: trees are untested, and stock's index keys do not follow tokens that they move"
     if command.get("speculative_draft_kv_cache_dtype") not in (None, "auto", "fp8_e4m3"):
         yield "the draft's KV cache has to be FP8 too; leave --speculative-draft-kv-cache-dtype out"
     if command.get("dcp_size") > 1:

@@ -119,7 +119,7 @@ def _to_fp8(row, to, valid, live, ROWS: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _to_bf16(row, to, valid, live, ROWS: tl.constexpr):
+def latent_to_bf16(row, to, valid, live, ROWS: tl.constexpr):
     """Latent of rows at addresses `row` [ROWS] as bf16 at addresses `to`, half a block a thread."""
     word = tl.arange(0, 64)[:, None]
     mask, keep = valid[None, :], live[None, :]
@@ -137,7 +137,7 @@ def _to_bf16(row, to, valid, live, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _convert_rope(row, to, valid, live, ROPE: tl.constexpr):
+def convert_rope(row, to, valid, live, ROPE: tl.constexpr):
     """Rope part of rows, from where it begins in either."""
     column = tl.arange(0, 16)[:, None]
     mask, keep = valid[None, :], live[None, :]
@@ -192,13 +192,13 @@ def _kv4_gather_kernel(
         if FP8:
             _to_fp8(row, to, valid, live, ROWS, NATIVE)
         else:
-            _to_bf16(row, to, valid, live, ROWS)
+            latent_to_bf16(row, to, valid, live, ROWS)
     at = first + tl.arange(0, ROWS * TURNS)
     row, to, found, valid, live = _addresses(
         index_ptr, pool_ptr, out_ptr, at, pool_stride, out_stride, total, end, slots
     )
     if ROPE > 0:
-        _convert_rope(row + 288, to + (528 if FP8 else 1024), valid, live, ROPE)
+        convert_rope(row + 288, to + (528 if FP8 else 1024), valid, live, ROPE)
     if POSITIONS:
         tl.store(positions_ptr + at, tl.where(found, at, -1), mask=at < total)
 
