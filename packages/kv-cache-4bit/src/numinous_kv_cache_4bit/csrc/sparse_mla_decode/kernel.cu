@@ -15,22 +15,24 @@
 //
 // Compiled once for each width of a row, NUMINOUS_WIDTH. With NUMINOUS_DEBUG=1, block 0 writes its first K tile, S and P to `debug`.
 
-#include <cuda_bf16.h>
-
 #include <cmath>
 
 #include "layout.cuh"
+#ifdef NUMINOUS_MODEL  // the tests' model of a block of threads on the CPU
+#include NUMINOUS_MODEL
+#else
 #include "sm90.cuh"
+#endif
 
 namespace numinous {
 
 struct Params {
-  const __nv_bfloat16* q;  // [requests, queries, heads, 512 + rope]
+  const uint16_t* q;       // bf16 [requests, queries, heads, 512 + rope]
   const uint8_t* pool;
   const void* index;       // ids [tokens, width], or pages [requests, width / 64]; int32 or int64
   const int* lengths;      // [requests], dense only
   const float* sink;       // [heads], or null
-  __nv_bfloat16* out;      // [tokens, heads, 512]
+  uint16_t* out;           // bf16 [tokens, heads, 512]
   float* lse;              // [tokens, heads], natural
   float* part_out;         // [tokens, splits, heads, 512], where splits > 1
   float* part_lse;         // [tokens, splits, heads], base 2
@@ -113,10 +115,6 @@ struct Raw {
 
 __device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-__device__ __forceinline__ uint32_t at_chunk(uint32_t tile, int row, int position) {
-  return tile + swizzled(kTile, row, position);
-}
-
 // Four E4M3 codes times a factor as two pairs of bf16.
 __device__ __forceinline__ void four_e4m3(uint32_t codes, float factor, uint32_t& first, uint32_t& second) {
   const float2 a = e4m3_values(codes), b = e4m3_values(codes >> 16);
@@ -126,6 +124,7 @@ __device__ __forceinline__ void four_e4m3(uint32_t codes, float factor, uint32_t
 
 template <class R>
 __device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row, int quarter) {
+  const uint32_t first = tile + swizzled(kTile, row, (R::kFourBit ? 32 : 16) * quarter);
   if constexpr (R::kFourBit) {
 #pragma unroll
     for (int k = 0; k < R::kChunks; ++k) {
@@ -137,7 +136,7 @@ __device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint32_t codes = word(raw.codes[k], j), by = scales[j / 2];
-        store_shared(at_chunk(tile, row, 32 * chunk_of(quarter, k) + 8 * j),
+        store_shared(stored<R>(first, k, j),
                      uint4{multiply_bf16_pairs(e2m1_pair(codes, 0), by), multiply_bf16_pairs(e2m1_pair(codes, 1), by),
                            multiply_bf16_pairs(e2m1_pair(codes, 2), by), multiply_bf16_pairs(e2m1_pair(codes, 3), by)});
       }
@@ -148,7 +147,7 @@ __device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row
         uint4 v;
         four_e4m3(word(raw.rope[0], 2 * half), kHeld, v.x, v.y);
         four_e4m3(word(raw.rope[0], 2 * half + 1), kHeld, v.z, v.w);
-        store_shared(at_chunk(tile, row, kLatent + 16 * quarter + 8 * half), v);
+        store_shared(tile + swizzled(kTile, row, kLatent + 16 * quarter + 8 * half), v);
       }
     }
   } else {
@@ -160,12 +159,12 @@ __device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row
         uint4 v;
         four_e4m3(word(raw.codes[k], 2 * half), scale, v.x, v.y);
         four_e4m3(word(raw.codes[k], 2 * half + 1), scale, v.z, v.w);
-        store_shared(at_chunk(tile, row, 16 * chunk_of(quarter, k) + 8 * half), v);
+        store_shared(stored<R>(first, k, half), v);
       }
     }
     if constexpr (R::kRope) {
 #pragma unroll
-      for (int k = 0; k < 2; ++k) store_shared(at_chunk(tile, row, kLatent + 8 * chunk_of(quarter, k)), raw.rope[k]);
+      for (int k = 0; k < 2; ++k) store_shared(tile + swizzled(kTile, row, kLatent + 8 * chunk_of(quarter, k)), raw.rope[k]);
     }
   }
 }
@@ -202,13 +201,6 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
 
 // --- Consumers ----------------------------------------------------------------------------------------------------------------
 
-// Registers that WGMMA works on may not move across this.
-template <int kCount>
-__device__ __forceinline__ void hold(float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
 // What is subtracted from exponents under a largest score: that score, but never infinity from infinity.
 __device__ __forceinline__ float exponent_of(const Params& p, float most) {
   return most == -kInf ? 0.0f : most * p.scale_log2;
@@ -218,7 +210,7 @@ __device__ __forceinline__ float exponent_of(const Params& p, float most) {
 template <class R, int kHeads>
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, uint32_t to) {
   constexpr int kChunksOfHead = R::kPanels * 8;
-  const __nv_bfloat16* q = p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + w.head * p.q_head_stride;
+  const uint16_t* q = p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + w.head * p.q_head_stride;
   for (int i = threadIdx.x; i < kHeads * kChunksOfHead; i += kConsumers) {
     const int head = i / kChunksOfHead, chunk = i % kChunksOfHead;
     uint4 v = {0, 0, 0, 0};
@@ -276,7 +268,7 @@ __device__ void dump_tile(float* debug, const uint8_t* tile) {
   for (int i = threadIdx.x; i < kTile * R::kPanels * 64; i += kConsumers) {
     const int row = i / (R::kPanels * 64), position = i % (R::kPanels * 64);
     const int dim = dim_of_position(R::kFourBit && position < kLatent, position);
-    debug[row * 576 + dim] = __bfloat162float(*reinterpret_cast<const __nv_bfloat16*>(tile + swizzled(kTile, row, position)));
+    debug[row * 576 + dim] = bf16_value(*reinterpret_cast<const uint16_t*>(tile + swizzled(kTile, row, position)));
   }
 }
 #define NUMINOUS_DUMP(statement) \
@@ -501,15 +493,14 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     for (int i = 0; i < kRegisters; ++i) {
       const float weight = exp2_fast(s[i] * p.scale_log2 - exponent_of(p, most[own_head(i)]));
       sum[own_head(i)] += weight;
-      const __nv_bfloat16 rounded = __float2bfloat16_rn(weight);
       store_shared(probabilities + swizzled(kHeads, fragment_column(thread, i), fragment_row(thread, i)),
-                   *reinterpret_cast<const uint16_t*>(&rounded));
+                   uint16_t(bf16_pair(weight, 0.0f)));
       NUMINOUS_DUMP(const int at = fragment_column(thread, i) * kTile + fragment_row(thread, i);
                     p.debug[kDebugS + at] = s[i]; p.debug[kDebugP + at] = weight)
     }
     NUMINOUS_DUMP(for (int row = thread; row < kTile; row += 128) for (int at = 0; at < R::kPanels * 64; ++at)
-        p.debug[row * 576 + dim_of_position(R::kFourBit && at < kLatent, at)] = __bfloat162float(
-            *reinterpret_cast<const __nv_bfloat16*>(shared + S::kTiles + swizzled(kTile, row, at))))
+        p.debug[row * 576 + dim_of_position(R::kFourBit && at < kLatent, at)] = bf16_value(
+            *reinterpret_cast<const uint16_t*>(shared + S::kTiles + swizzled(kTile, row, at))))
     fence_for_wgmma();
     named_barrier(kOneWarpgroup + group, 128);
 
@@ -549,25 +540,22 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
   }
   named_barrier(kAllConsumers, kConsumers);
   if (group == 0) {
-    float mine[kColumns], other[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       const int head = head_of(thread, c);
-      const float now = fmaxf(most[c], theirs[head]);
-      const float by = exponent_of(p, now);
-      mine[c] = exp2_fast(most[c] * p.scale_log2 - by);
-      other[c] = exp2_fast(theirs[head] * p.scale_log2 - by);
-      const float factor = finish(p, w, head, now, sum[c] * mine[c] + theirs[kHeads + head] * other[c], thread < 4);
-      mine[c] *= factor;
-      other[c] *= factor;
+      const float now = fmaxf(most[c], theirs[head]), by = exponent_of(p, now);
+      float mine = exp2_fast(most[c] * p.scale_log2 - by), other = exp2_fast(theirs[head] * p.scale_log2 - by);
+      const float factor = finish(p, w, head, now, sum[c] * mine + theirs[kHeads + head] * other, thread < 4);
+      mine *= factor;
+      other *= factor;
+#pragma unroll
+      for (int panel = 0; panel < kLatentPanels; ++panel)
+#pragma unroll
+        for (int i = c / 2 * 4 + c % 2; i < c / 2 * 4 + 4; i += 2) {
+          float* at = stage + head * kStageStride + 64 * panel + fragment_row(thread, i);
+          *at = o[panel][i] * mine + *at * other;
+        }
     }
-#pragma unroll
-    for (int panel = 0; panel < kLatentPanels; ++panel)
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) {
-        float* at = stage + fragment_column(thread, i) * kStageStride + 64 * panel + fragment_row(thread, i);
-        *at = o[panel][i] * mine[own_head(i)] + *at * other[own_head(i)];
-      }
   }
   named_barrier(kAllConsumers, kConsumers);
   // The stage is in the order of positions.
@@ -593,11 +581,11 @@ __device__ __forceinline__ void attend(const Params& p) {
   using S = Plan<R, kHeads, kWide>;
   // 32 heads leave no registers for a second warpgroup of producers.
   constexpr int kProducerGroups = kHeads == 16 ? 2 : 1;
-  // Registers of a thread: 152 + 2 × 176 = 136 + 2 × 184 = 3 × 168 rounded, 2 × 88 + 2 × 168 = 4 × 128.
-  constexpr int kProducerRegisters = kWide ? 152 : kHeads == 32 ? 136 : 88;
-  constexpr int kConsumerRegisters = kWide ? 176 : kHeads == 32 ? 184 : 168;
-  extern __shared__ uint8_t raw_shared[];
-  uint8_t* shared = raw_shared + (1024 - shared_address(raw_shared) % 1024) % 1024;
+  // Registers of a thread: 152 + 2 × 176 = 136 + 2 × 184 = 3 × 168, 2 × 104 + 2 × 152 = 4 × 128.
+  constexpr int kProducerRegisters = kWide ? 152 : kHeads == 32 ? 136 : 104;
+  constexpr int kConsumerRegisters = kWide ? 176 : kHeads == 32 ? 184 : 152;
+  uint8_t* shared = dynamic_shared();
+  shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
   const Work w = work_of(p, kHeads);
 
@@ -612,7 +600,7 @@ __device__ __forceinline__ void attend(const Params& p) {
       barrier_init(full + 8 * buffer, 128 * kProducerGroups);
       barrier_init(empty + 8 * buffer, kWide ? 8 : 4);  // warps that read a tile
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_after_init();
   }
   __syncthreads();
 
@@ -644,7 +632,7 @@ NUMINOUS_KERNEL(narrow_16, 512, 16, false)
 // A head of a token from its splits: weights 2^(lse - largest). Block: one head, four values a thread.
 extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant__ numinous::Params p) {
   using namespace numinous;
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_for_grid_before();
   const int64_t token = blockIdx.x / p.heads;
   const int head = blockIdx.x % p.heads;
   const float* lse = p.part_lse + token * p.splits * p.heads + head;

@@ -40,9 +40,15 @@ struct Row {
 
 // Byte of element (row, position) of a matrix whose panels have `rows` rows of 128 bytes, swizzled by 128 bytes: 16-byte chunk
 // `c` of row r lies where chunk c ^ (r % 8) would. A panel begins at a multiple of 1024.
-NUMINOUS_HD uint32_t swizzled(int rows, int row, int position) {
-  const int panel = position / kPanelDims, chunk = position % kPanelDims / 8;
-  return uint32_t(panel * rows * 128 + row * 128 + ((chunk ^ (row % 8)) * 16) + position % 8 * 2);
+NUMINOUS_HD uint32_t swizzled(uint32_t rows, uint32_t row, uint32_t position) {
+  const uint32_t panel = position / kPanelDims, chunk = position % kPanelDims / 8;
+  return panel * rows * 128 + row * 128 + ((chunk ^ (row % 8)) * 16) + position % 8 * 2;
+}
+
+// Where a producer stores its chunks of eight values of a row, from `swizzled` of its first on: chunk `j` of code chunk `k`.
+template <class R>
+NUMINOUS_HD uint32_t stored(uint32_t first, int k, int j) {
+  return (first ^ uint32_t(16 * j)) + uint32_t(k * (R::kFourBit ? 2 : 1) * kTilePanelBytes);
 }
 
 // Descriptor of a WGMMA operand with 128-byte swizzle. `address` is the shared-memory address in bytes.
@@ -87,10 +93,10 @@ struct Plan {
 
 // Producer `thread` of a tile: its row in pass `pass` of warpgroup `group` of `groups`, and which quarter of the row. Eight
 // threads that store together have rows that differ modulo 8, so that the swizzle sends them to different banks.
-NUMINOUS_HD int producer_row(int thread, int group, int groups, int pass) {
-  return (pass * groups + group) * kRowsOfPass + thread / 32 * 8 + thread % 8;
+NUMINOUS_HD int producer_row(uint32_t thread, int group, int groups, int pass) {
+  return (pass * groups + group) * kRowsOfPass + int(thread / 32 * 8 + thread % 8);
 }
-NUMINOUS_HD int producer_quarter(int thread) { return thread % 32 / 8; }
+NUMINOUS_HD int producer_quarter(uint32_t thread) { return int(thread % 32 / 8); }
 
 // Chunk of 16 bytes of codes that quarter `quarter` has as its `k`-th.
 NUMINOUS_HD int chunk_of(int quarter, int k) { return quarter + kThreadsOfRow * k; }
@@ -101,8 +107,8 @@ NUMINOUS_HD int dim_of_position(bool four_bit, int position) {
 }
 
 // Row and column of register `i` of a thread of the warpgroup in the accumulator of m64nNk16.
-NUMINOUS_HD int fragment_row(int thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8; }
-NUMINOUS_HD int fragment_column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
+NUMINOUS_HD int fragment_row(uint32_t thread, int i) { return int(thread / 32 * 16 + thread % 32 / 4) + i % 4 / 2 * 8; }
+NUMINOUS_HD int fragment_column(uint32_t thread, int i) { return i / 4 * 8 + int(thread % 4 * 2) + i % 2; }
 
 // --- Splits -----------------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,13 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
+// Registers that WGMMA works on may not move across this.
+template <int kCount>
+__device__ __forceinline__ void hold(float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
 // d (+)= a · b of 64 × N × 16 in bf16, both operands in shared memory; N is twice the registers.
 
 template <bool kMnMajorA, bool kMnMajorB>
@@ -79,6 +86,13 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, b
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
+__device__ __forceinline__ uint8_t* dynamic_shared() {
+  extern __shared__ uint8_t memory[];
+  return memory;
+}
+
+__device__ __forceinline__ void wait_for_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void fence_after_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
@@ -131,6 +145,7 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
+__device__ __forceinline__ float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
 __device__ __forceinline__ uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   uint32_t c;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
