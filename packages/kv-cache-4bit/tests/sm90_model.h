@@ -49,18 +49,22 @@ struct Block {
   std::map<int, Named> named;
   std::vector<Exchange> warps;
   long idle = 0;
+  bool moved = false;
   const char* fault = nullptr;
 };
 inline Block block;
 inline Index block_index{};
-constexpr long kPatience = 20000;  // turns of all threads without any progress
+constexpr long kPatience = 2;  // turns of all threads without any progress
 
 inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
 inline void fail(const char* why) {
   if (block.fault == nullptr) block.fault = why;
   while (true) yield();
 }
-inline void progress() { block.idle = 0; }
+inline void progress() {
+  block.idle = 0;
+  block.moved = true;
+}
 
 inline uint8_t* at(uint32_t address, uint32_t bytes) {
   if (address % bytes != 0) fail("misaligned shared memory access");
@@ -244,14 +248,22 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
     block.contexts[i].uc_stack.ss_size = kStack;
     makecontext(&block.contexts[i], start, 0);
   }
-  for (unsigned left = threads; left != 0;) {
+  // A warp runs as far as it can get alone, so that a barrier that is missing is missed; first to last, then last to first.
+  const unsigned warps = threads / 32;
+  for (unsigned left = threads, turn = 0; left != 0; ++turn) {
     left = 0;
-    for (unsigned i = 0; i < threads; ++i) {
-      if (block.done[i]) continue;
-      ++left;
-      block.current = i;
-      swapcontext(&block.scheduler, &block.contexts[i]);
-      if (block.fault != nullptr) return block.fault;
+    for (unsigned w = 0; w < warps; ++w) {
+      const unsigned first = (turn % 2 == 0 ? w : warps - 1 - w) * 32;
+      do {
+        block.moved = false;
+        for (unsigned i = first; i < first + 32; ++i) {
+          if (block.done[i]) continue;
+          block.current = i;
+          swapcontext(&block.scheduler, &block.contexts[i]);
+          if (block.fault != nullptr) return block.fault;
+        }
+      } while (block.moved);
+      for (unsigned i = first; i < first + 32; ++i) left += !block.done[i];
     }
     if (++block.idle > kPatience) return "threads wait for one another";
   }

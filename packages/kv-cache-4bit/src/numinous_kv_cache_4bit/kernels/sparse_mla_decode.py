@@ -149,7 +149,9 @@ def traffic(
     row, tokens = row_format_of(width), requests * queries
     values = LATENT_DIM + row.rope_dim
     read = (requests if dense else tokens) * rows * width
-    ids = requests * -(-rows // PAGE) * id_bytes + 4 * requests if dense else tokens * rows * id_bytes
+    ids = (
+        requests * -(-rows // PAGE) * id_bytes + 4 * requests if dense else tokens * rows * id_bytes
+    )
     return Traffic(
         bytes=read + ids + tokens * heads * (2 * values + 2 * LATENT_DIM + 4),
         flops=2 * tokens * heads * rows * (values + LATENT_DIM),
@@ -286,7 +288,9 @@ def _sparse_mla_decode_kernel(
     begin = (tiles.to(tl.int64) * split // splits).to(tl.int32)
     end = (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
 
-    q_row = q_ptr + request * q_request_stride + query * q_query_stride + head[:, None] * q_head_stride
+    q_row = (
+        q_ptr + request * q_request_stride + query * q_query_stride + head[:, None] * q_head_stride
+    )
     mask = live[:, None]
     q_first = _load_q(q_row + _dim(False, WIDTH)[None, :], mask, latent_scale, NATIVE)
     q_second = _load_q(q_row + _dim(True, WIDTH)[None, :], mask, latent_scale, NATIVE)
@@ -426,7 +430,7 @@ def _launch_triton(call: _Call) -> None:
         DENSE=call.lengths is not None,
         SPLIT=splits > 1,
         NATIVE=native,
-        num_warps=4 if block == 16 else 8,
+        num_warps=8,
         num_stages=1,
     )
     if splits > 1:
@@ -514,7 +518,17 @@ def cuda_params(call: _Call, splits: int, parts: tuple[Any, Any], debug: Any = N
     """Arguments of the kernels of kernel.cu."""
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
-    tensors = (call.q, call.pool, call.index, call.lengths, call.sink, call.out, call.lse, *parts, debug)
+    tensors = (
+        call.q,
+        call.pool,
+        call.index,
+        call.lengths,
+        call.sink,
+        call.out,
+        call.lse,
+        *parts,
+        debug,
+    )
     return _Params(
         *(None if t is None else t.data_ptr() for t in tensors),
         *call.q.stride()[:3],
@@ -548,7 +562,9 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
         binary = source_binary(call.row.width, debug=debug is not None)
         kernel = launch.load(PACKAGE, binary, entry=plan.entry)
         shared = plan.shared(call.row)
-        kernel((call.tokens * splits, groups), plan.threads, (params,), shared=shared, stream=stream)
+        kernel(
+            (call.tokens * splits, groups), plan.threads, (params,), shared=shared, stream=stream
+        )
         if splits > 1:
             combine = launch.load(PACKAGE, binary, entry="combine")
             combine((call.tokens * call.heads,), 128, (params,), stream=stream, pdl=True)
@@ -608,9 +624,7 @@ def sparse_mla_decode(
         ValueError: shapes, strides, devices or values do not fit.
         NotImplementedError: "cuda" for another GPU, or for rows that do not start at multiples of 16 bytes.
     """
-    call = _checked(
-        q, pool, sm_scale, index, page_table, lengths, sink, latent_scale, splits
-    )
+    call = _checked(q, pool, sm_scale, index, page_table, lengths, sink, latent_scale, splits)
     if impl not in (None, "cuda", "triton"):
         raise ValueError(f"impl is 'cuda', 'triton' or None, got {impl!r}")
     reason = _not_cuda(call) if impl != "triton" else ""
@@ -653,20 +667,26 @@ def _checked(
     if pool.dim() == 3 and pool.shape[1] == 1:
         pool = pool[:, 0]
     if pool.dim() != 2 or pool.device != q.device:
-        raise ValueError(f"pool: expected [slots, width] on {q.device}, got {list(pool.shape)} on {pool.device}")
+        raise ValueError(
+            f"pool: expected [slots, width] on {q.device}, got {list(pool.shape)} on {pool.device}"
+        )
     row = row_format_of(pool.shape[1])
-    if pool.stride(1) != 1 or (
-        row.stock and (pool.data_ptr() % 4 or pool.stride(0) % 4)
-    ):
-        raise ValueError(f"pool: bytes of a row must lie side by side, FP8 rows at multiples of 4, got strides {pool.stride()}")
+    if pool.stride(1) != 1 or (row.stock and (pool.data_ptr() % 4 or pool.stride(0) % 4)):
+        raise ValueError(
+            f"pool: bytes of a row must lie side by side, FP8 rows at multiples of 4, got strides {pool.stride()}"
+        )
     dim = LATENT_DIM + row.rope_dim
     if q.dim() != 4 or q.shape[3] != dim:
-        raise ValueError(f"q: expected [requests, queries, heads, {dim}] for rows of {row.width} bytes, got {list(q.shape)}")
+        raise ValueError(
+            f"q: expected [requests, queries, heads, {dim}] for rows of {row.width} bytes, got {list(q.shape)}"
+        )
     if q.stride(3) != 1:
         raise ValueError(f"q: values of a head must lie side by side, got strides {q.stride()}")
     requests, queries, heads = q.shape[:3]
     if not 1 <= queries <= MAX_QUERIES or not 1 <= heads <= MAX_HEADS:
-        raise ValueError(f"q: 1 … {MAX_QUERIES} queries and 1 … {MAX_HEADS} heads, got {queries} and {heads}")
+        raise ValueError(
+            f"q: 1 … {MAX_QUERIES} queries and 1 … {MAX_HEADS} heads, got {queries} and {heads}"
+        )
     if not (sm_scale > 0 and math.isfinite(sm_scale)):
         raise ValueError(f"sm_scale is positive, got {sm_scale}")
     check_global_scale(latent_scale)
@@ -681,8 +701,14 @@ def _checked(
     leading = (requests,) if index is None else (requests, queries)
     if table.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, got {table.dtype}")
-    if table.dim() != len(leading) + 1 or tuple(table.shape[:-1]) != leading or table.device != q.device:
-        raise ValueError(f"{name}: expected [{', '.join(map(str, leading))}, n] on {q.device}, got {list(table.shape)} on {table.device}")
+    if (
+        table.dim() != len(leading) + 1
+        or tuple(table.shape[:-1]) != leading
+        or table.device != q.device
+    ):
+        raise ValueError(
+            f"{name}: expected [{', '.join(map(str, leading))}, n] on {q.device}, got {list(table.shape)} on {table.device}"
+        )
     if not 1 <= table.shape[-1] < 2**31 // PAGE:
         raise ValueError(f"{name}: expected 1 … 2^25 - 1 entries, got {table.shape[-1]}")
     width = table.shape[-1] * (PAGE if index is None else 1)
@@ -690,13 +716,17 @@ def _checked(
         if lengths.dtype != torch.int32:
             raise TypeError(f"lengths: expected int32, got {lengths.dtype}")
         if tuple(lengths.shape) != (requests,) or lengths.device != q.device:
-            raise ValueError(f"lengths: expected [{requests}] on {q.device}, got {list(lengths.shape)} on {lengths.device}")
+            raise ValueError(
+                f"lengths: expected [{requests}] on {q.device}, got {list(lengths.shape)} on {lengths.device}"
+            )
         lengths = lengths.contiguous()
     if sink is not None:
         if sink.dtype != torch.float32:
             raise TypeError(f"sink: expected float32, got {sink.dtype}")
         if tuple(sink.shape) != (heads,) or sink.device != q.device:
-            raise ValueError(f"sink: expected [{heads}] on {q.device}, got {list(sink.shape)} on {sink.device}")
+            raise ValueError(
+                f"sink: expected [{heads}] on {q.device}, got {list(sink.shape)} on {sink.device}"
+            )
         sink = sink.contiguous()
     if requests * queries * MAX_SPLITS * MAX_HEADS >= 2**31:
         raise ValueError(f"q: {requests * queries} queries are too many for one call")

@@ -92,7 +92,9 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     inputs: Tensors = {"q": q, "pool": pool}
     integer = getattr(torch, case.ids)
     if case.dense:
-        pages = torch.randperm(case.requests * per_request // PAGE, generator=generator, device=device)
+        pages = torch.randperm(
+            case.requests * per_request // PAGE, generator=generator, device=device
+        )
         table = (pages + 1).view(case.requests, -1)
         lengths = torch.randint(
             1, case.topk + 1, (case.requests,), generator=generator, device=device
@@ -103,7 +105,9 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
         table = torch.where(beyond, -1, table)  # pages that nobody needs
         inputs |= {"page_table": table.to(integer), "lengths": lengths.to(torch.int32)}
     else:
-        index = torch.randperm(named, generator=generator, device=device)[: tokens * case.topk] + PAGE
+        index = (
+            torch.randperm(named, generator=generator, device=device)[: tokens * case.topk] + PAGE
+        )
         index = index.view(tokens, case.topk)
         _set_pattern(case, index, slots)
         if case.pattern == "nan" and tokens:
@@ -199,7 +203,9 @@ def compare(case: Case, got: Tensors, want: Tensors) -> None:
     loose = 4e-3 if row_format_of(case.width).stock else 1e-3
     for name, limit in (("out", bound), ("lse", torch.full_like(want["lse"], loose))):
         one, other = got[name].double(), want[name]
-        assert one.shape == other.shape, f"{name}: got {tuple(one.shape)}, want {tuple(other.shape)}"
+        assert one.shape == other.shape, (
+            f"{name}: got {tuple(one.shape)}, want {tuple(other.shape)}"
+        )
         equal = (one == other) | (one.isnan() & other.isnan())
         wrong = ~(equal | ((one - other).abs() <= limit))
         if bool(wrong.any()):
@@ -336,7 +342,7 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
             "NATIVE": True,
         },
         aligned=(*pointers, *strides),
-        options={"num_warps": 4 if heads == 16 else 8, "num_stages": 1},
+        options={"num_warps": 8, "num_stages": 1},
         quick=quick,
     )
 
@@ -358,6 +364,10 @@ def _cases() -> tuple[Case, ...]:
         Case(3, 10, 130, 288, 3, "int64", dense=True, splits=2),
         Case(2, 16, 70, 656, 2, dense=True, splits=1, sink=True),
         Case(1, 16, 40, scale=4.0, splits=1),
+        # Buffers in their second and third turn.
+        Case(1, 9, 330, splits=1),
+        Case(1, 40, 330, 528, splits=1),
+        Case(1, 18, 330, pattern="sparse", splits=1),
         # Longer lists and more heads, for the GPU.
         Case(2, 128, 515, splits=5, pattern="edges", sink=True),
         Case(3, 64, 2051, 288, 4, pattern="edges", ids="int64"),
