@@ -80,13 +80,14 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     distinct = min(DISTINCT, slots)
     latent = (0.5 * normal(distinct, 512) * torch.exp2(normal(512))).to(torch.bfloat16)
     rope = normal(distinct, row.rope_dim).to(torch.bfloat16)
-    rows = row.pack(latent, rope)[torch.arange(slots, device=device) % distinct]
+    packed = row.pack(latent, rope)
+    repeat = torch.arange(slots, device=device) % distinct
     sliced = case.layout == "sliced"
     memory = torch.full(
         (slots, 1, case.width + (48 if sliced else 0)), 0xFF, dtype=torch.uint8, device=device
     )
     pool = memory[..., 16 : 16 + case.width] if sliced else memory
-    pool[PAGE:, 0] = rows[PAGE:]
+    pool[PAGE:, 0] = packed[repeat[PAGE:]]
     q = normal(case.requests, case.queries, 2 * case.heads, 512 + row.rope_dim).to(torch.bfloat16)
     q = q[:, :, ::2] if sliced else q[:, :, : case.heads].contiguous()
     inputs: Tensors = {"q": q, "pool": pool}
@@ -116,7 +117,7 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
         inputs["index"] = torch.stack([index, -index], dim=-1)[..., 0] if sliced else index
     inputs["sink"] = 2 + 2 * normal(case.heads) if case.sink else None
     if case.peers:
-        inputs["stock"] = requantize_fp8(rows) if not row.stock else memory[:, 0]
+        inputs["stock"] = memory[:, 0] if row.stock else requantize_fp8(packed)[repeat]
     return inputs
 
 
@@ -374,9 +375,9 @@ def _cases() -> tuple[Case, ...]:
         Case(2, 64, 2048, 656, 8, pattern="sparse"),
         Case(5, 64, 700, dense=True, queries=4, sink=True),
         Case(5, 8, 1000, 528, dense=True, ids="int64", layout="sliced"),
-        Case(130, 64, 300, splits=1),
-        Case(33, 24, 2048, pattern="edges"),
-        Case(150, 16, 512, 656, splits=1),
+        Case(130, 64, 200, splits=1),
+        Case(9, 24, 2048, pattern="edges"),
+        Case(140, 16, 130, 656, splits=1),
         Case(2, 96, 130, 528, pattern="nan"),
         Case(1, 128, 2048, scale=0.25),
     )
@@ -427,7 +428,13 @@ OP = Op(
     ),
     implementations={
         "cuda": Implementation(run=_ours("cuda"), archs=("sm90",)),
-        "triton": Implementation(run=_ours("triton"), interpret=True),
+        "triton": Implementation(
+            run=_ours("triton"),
+            interpret=True,
+            refuses=lambda case: (
+                "timed with few requests only" if case.peers and case.requests > 8 else None
+            ),
+        ),
     },
     peers={
         "flashmla-fp8": Implementation(
