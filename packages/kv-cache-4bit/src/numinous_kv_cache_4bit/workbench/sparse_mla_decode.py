@@ -383,7 +383,7 @@ def _cases() -> tuple[Case, ...]:
     )
 
 
-LARGE = 20_000
+LARGE = 12_000
 """Elements of scores above which a case is left to the GPU."""
 
 
