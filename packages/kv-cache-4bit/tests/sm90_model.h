@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A model of one block of sm_90a on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
+// thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
+// their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
+// What is not: the order of asynchronous reads, proxies, register handover, time. Shared memory starts as NaN.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint2 { uint32_t x, y; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct Index { unsigned x, y, z; };
+
+using std::min;
+
+namespace model {
+
+struct Exchange { uint32_t value[32] = {}; int arrived = 0; unsigned generation = 0; };
+struct Named { int arrived = 0; unsigned generation = 0; };
+struct MBarrier { int count = 0, pending = 0; unsigned phase = 0; };
+
+struct Block {
+  std::vector<ucontext_t> contexts;
+  std::vector<std::unique_ptr<char[]>> stacks;
+  std::vector<bool> done;
+  ucontext_t scheduler;
+  unsigned current = 0, threads = 0;
+  std::vector<uint8_t> memory;
+  std::map<uint32_t, MBarrier> barriers;
+  std::map<int, Named> named;
+  std::vector<Exchange> warps;
+  long idle = 0;
+  bool moved = false;
+  const char* fault = nullptr;
+};
+inline Block block;
+inline Index block_index{};
+constexpr long kPatience = 2;  // turns of all threads without any progress
+
+inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
+inline void fail(const char* why) {
+  if (block.fault == nullptr) block.fault = why;
+  while (true) yield();
+}
+inline void progress() {
+  block.idle = 0;
+  block.moved = true;
+}
+
+inline uint8_t* at(uint32_t address, uint32_t bytes) {
+  if (address % bytes != 0) fail("misaligned shared memory access");
+  if (address + bytes > block.memory.size()) fail("shared memory access out of bounds");
+  return block.memory.data() + address;
+}
+
+inline uint32_t exchanged(uint32_t value, int from_lane) {
+  Exchange& warp = block.warps[block.current / 32];
+  const unsigned generation = warp.generation;
+  static std::vector<uint32_t> kept;  // values of the exchange that is being read
+  if (kept.size() < block.threads) kept.resize(block.threads);
+  warp.value[block.current % 32] = value;
+  if (++warp.arrived == 32) {
+    std::copy(warp.value, warp.value + 32, kept.begin() + block.current / 32 * 32);
+    warp.arrived = 0;
+    ++warp.generation;
+    progress();
+  }
+  while (warp.generation == generation) yield();
+  // The next exchange cannot complete before this thread arrives at it.
+  return kept[block.current / 32 * 32 + from_lane];
+}
+
+}  // namespace model
+
+struct ThreadIndex {
+  struct { operator unsigned() const { return model::block.current; } } x;
+};
+inline ThreadIndex threadIdx;
+#define blockIdx model::block_index
+
+inline float __uint_as_float(uint32_t bits) { float v; std::memcpy(&v, &bits, 4); return v; }
+inline uint32_t float_as_uint(float v) { uint32_t bits; std::memcpy(&bits, &v, 4); return bits; }
+inline float __shfl_xor_sync(unsigned, float value, int lanes) {
+  return __uint_as_float(model::exchanged(float_as_uint(value), (model::block.current % 32) ^ lanes));
+}
+inline int __any_sync(unsigned, bool value) {
+  uint32_t any = value;
+  for (int lanes = 1; lanes < 32; lanes *= 2) any |= model::exchanged(any, (model::block.current % 32) ^ lanes);
+  return any != 0;
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t v = 0;
+  for (int i = 0; i < 4; ++i) v |= uint32_t(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return v;
+}
+
+namespace numinous {
+
+inline void named_barrier(int id, int threads) {
+  model::Named& barrier = model::block.named[id];
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    model::progress();
+  }
+  while (barrier.generation == generation) model::yield();
+}
+}  // namespace numinous
+inline void __syncthreads() { numinous::named_barrier(0, int(model::block.threads)); }
+
+namespace numinous {
+
+inline uint8_t* dynamic_shared() { return model::block.memory.data() + 256; }  // not at a multiple of 1024
+inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const uint8_t*>(p) - model::block.memory.data()); }
+inline void wait_for_grid_before() {}
+inline void fence_after_init() {}
+inline void fence_for_wgmma() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+inline void wgmma_wait() {}
+template <int kCount> void hold(float (&)[kCount]) {}
+template <int> void more_registers() {}
+template <int> void fewer_registers() {}
+
+inline void barrier_init(uint32_t at, int count) { model::block.barriers[at] = {count, count, 0}; }
+inline void barrier_arrive(uint32_t at) {
+  model::MBarrier& barrier = model::block.barriers.at(at);
+  if (--barrier.pending == 0) {
+    barrier.pending = barrier.count;
+    ++barrier.phase;
+    model::progress();
+  }
+}
+// Until the phase of that parity is over; before the first, the one of parity 1 is.
+inline void barrier_wait(uint32_t at, uint32_t parity) {
+  model::MBarrier& barrier = model::block.barriers.at(at);
+  while (barrier.phase % 2 == parity) model::yield();
+}
+
+inline float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
+inline uint32_t bf16_bits(float v) {
+  const uint32_t bits = float_as_uint(v);
+  if (v != v) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t bf16_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
+  return bf16_pair(bf16_value(uint16_t(a)) * bf16_value(uint16_t(b)), bf16_value(uint16_t(a >> 16)) * bf16_value(uint16_t(b >> 16)));
+}
+inline float e4m3_value(uint32_t code) {
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  float v = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
+  if ((code & 0x7f) == 0x7f) v = NAN;
+  return code & 0x80 ? -v : v;
+}
+inline float2 e4m3_values(uint32_t codes) { return {e4m3_value(codes & 0xff), e4m3_value(codes >> 8 & 0xff)}; }
+inline float exp2_fast(float x) { return std::exp2(x); }
+inline float log2_fast(float x) { return std::log2(x); }
+
+inline uint4 load_row(const uint8_t* p) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) model::fail("misaligned load of a row");
+  uint4 v;
+  std::memcpy(&v, p, 16);
+  return v;
+}
+template <class T> void store_shared(uint32_t to, T v) { std::memcpy(model::at(to, sizeof v), &v, sizeof v); }
+
+// Element (outer, inner) of an operand of 16 inner values. PTX ISA, matrix descriptor and canonical layouts of 128-byte swizzle:
+// K-major ((8, n), 16) with strides ((128 bytes, SBO), element), MN-major ((64, n), (8, 2)) with ((element, LBO), (128 bytes, SBO));
+// address bits 4 … 6 are then xored with bits 7 … 9.
+inline float operand(uint64_t descriptor, bool mn_major, int outer, int inner) {
+  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) model::fail("not a descriptor of 128-byte swizzle");
+  const uint32_t start = uint32_t(descriptor & 0x3fff) * 16, leading = uint32_t(descriptor >> 16 & 0x3fff) * 16,
+                 stride = uint32_t(descriptor >> 32 & 0x3fff) * 16;
+  const uint32_t plain = mn_major ? start + outer % 64 * 2 + outer / 64 * leading + inner % 8 * 128 + inner / 8 * stride
+                                  : start + outer % 8 * 128 + outer / 8 * stride + inner * 2;
+  uint16_t bits;
+  std::memcpy(&bits, model::at(plain ^ (plain >> 7 & 7) << 4, 2), 2);
+  return bf16_value(bits);
+}
+
+template <bool kMnMajorA, bool kMnMajorB, int kRegisters>
+void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
+  const int thread = int(model::block.current % 128), warp = thread / 32, lane = thread % 32;
+  float rows[2][16];
+  for (int r = 0; r < 2; ++r)
+    for (int k = 0; k < 16; ++k) rows[r][k] = operand(a, kMnMajorA, 16 * warp + lane / 4 + 8 * r, k);
+  for (int i = 0; i < kRegisters; i += 4)
+    for (int c = 0; c < 2; ++c) {
+      float first = add ? d[i + c] : 0.0f, second = add ? d[i + 2 + c] : 0.0f;
+      for (int k = 0; k < 16; ++k) {
+        const float value = operand(b, kMnMajorB, 2 * i + 2 * (lane % 4) + c, k);
+        first += rows[0][k] * value;
+        second += rows[1][k] * value;
+      }
+      d[i + c] = first;
+      d[i + 2 + c] = second;
+    }
+}
+
+}  // namespace numinous
+
+namespace model {
+
+inline void (*body)();
+inline void start() {
+  body();
+  block.done[block.current] = true;
+  progress();
+  while (true) yield();
+}
+
+// Runs `run` in a block of `threads` threads; null, or what went wrong.
+inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
+  body = run;
+  block = Block{};
+  block.threads = threads;
+  block.memory.assign((256 + shared + 15) / 16 * 16, 0xff);
+  block.contexts.resize(threads);
+  block.done.assign(threads, false);
+  block.warps.resize(threads / 32);
+  constexpr size_t kStack = 96 * 1024;
+  for (unsigned i = 0; i < threads; ++i) {
+    block.stacks.emplace_back(new char[kStack]);
+    getcontext(&block.contexts[i]);
+    block.contexts[i].uc_stack.ss_sp = block.stacks[i].get();
+    block.contexts[i].uc_stack.ss_size = kStack;
+    makecontext(&block.contexts[i], start, 0);
+  }
+  // A warp runs as far as it can get alone, so that a barrier that is missing is missed; first to last, then last to first.
+  const unsigned warps = threads / 32;
+  for (unsigned left = threads, turn = 0; left != 0; ++turn) {
+    left = 0;
+    for (unsigned w = 0; w < warps; ++w) {
+      const unsigned first = (turn % 2 == 0 ? w : warps - 1 - w) * 32;
+      do {
+        block.moved = false;
+        for (unsigned i = first; i < first + 32; ++i) {
+          if (block.done[i]) continue;
+          block.current = i;
+          swapcontext(&block.scheduler, &block.contexts[i]);
+          if (block.fault != nullptr) return block.fault;
+        }
+      } while (block.moved);
+      for (unsigned i = first; i < first + 32; ++i) left += !block.done[i];
+    }
+    if (++block.idle > kPatience) return "threads wait for one another";
+  }
+  return nullptr;
+}
+
+}  // namespace model

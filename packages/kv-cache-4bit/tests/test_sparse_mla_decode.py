@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse MLA decode: all tiers of the op; the CUDA source on a model of its block; its addresses; what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
+from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.testing.kernels import KernelTests
+from numinous_tooling.testing.tensors import big_pool
+from numinous_tooling.testing.tiers import selection
+from numinous_tooling.workbench import Tensors, case_id
+
+SOURCE = Path(kernels.__file__).parents[1] / "csrc/sparse_mla_decode"
+MODEL = Path(__file__).with_name("sm90_model.h")
+HARNESS = """
+#include <string>
+#include "kernel.cu"
+static numinous::Params params;
+static void (*kernel)(const numinous::Params);
+static void once() { kernel(params); }
+extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned x, unsigned y, unsigned threads,
+                                 unsigned shared) {
+  const std::string name = entry;
+  kernel = name == "wide" ? wide : name == "narrow_32" ? narrow_32 : name == "narrow_16" ? narrow_16 : combine;
+  params = *p;
+  for (unsigned j = 0; j < y; ++j)
+    for (unsigned i = 0; i < x; ++i) {
+      model::block_index = {i, j, 0};
+      if (const char* fault = model::run_block(once, threads, shared)) return fault;
+    }
+  return nullptr;
+}
+using namespace numinous;
+using R = Row<NUMINOUS_WIDTH>;
+extern "C" unsigned plan_bytes(int heads) {
+  return heads == 64 ? Plan<R, 64, true>::kBytes : heads == 32 ? Plan<R, 32, false>::kBytes : Plan<R, 16, false>::kBytes;
+}
+extern "C" unsigned pair(unsigned word, int i) { return e2m1_pair(word, i); }
+extern "C" int tile(int tiles, int splits, int split) { return first_tile(tiles, splits, split); }
+extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return producer_row(thread, group, groups, pass); }
+extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
+  return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
+}
+extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
+"""
+
+
+class TestSparseMlaDecode(KernelTests):
+    op = OP
+
+
+# --- The CUDA source on a model of its block ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`compiled(width, *changes)`: library of kernel.cu with `run_model`, some of its text replaced."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile kernel.cu with")
+    folder = tmp_path_factory.mktemp("model")
+
+    @functools.cache
+    def build(width: int, *changes: tuple[str, str]) -> Any:
+        here = folder / f"{width}-{len(list(folder.iterdir()))}"
+        shutil.copytree(SOURCE, here)
+        for old, new in changes:
+            found = [path for path in here.iterdir() if old in path.read_text()]
+            assert len(found) == 1, f"{old!r} is in {len(found)} files"
+            found[0].write_text(found[0].read_text().replace(old, new))
+        (here / "harness.cpp").write_text(HARNESS)
+        library = here / "model.so"
+        command = [
+            compiler,
+            "-O1",
+            "-std=c++17",
+            "-shared",
+            "-fPIC",
+            "-w",
+            f"-DNUMINOUS_WIDTH={width}",
+        ]
+        command += [f'-DNUMINOUS_MODEL="{MODEL}"', "-o", str(library), str(here / "harness.cpp")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:2000]
+        made = ctypes.CDLL(str(library))
+        made.run_model.restype = ctypes.c_char_p
+        made.pair.restype = ctypes.c_uint32
+        return made
+
+    return build
+
+
+def run_model(library: Any, case: Case, inputs: Tensors) -> Tensors:
+    """What `_launch_cuda` does, on the model. Outputs and parts start as NaN."""
+    table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
+    call = kernels._checked(
+        inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
+    )
+    assert call.splits
+    parts = kernels._parts(call, call.splits) if call.splits > 1 else (None, None)
+    for tensor in (call.out, call.lse, *parts):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    run_call(library, call, kernels.cuda_params(call, call.splits, parts))
+    return {"out": call.out, "lse": call.lse}
+
+
+def run_call(library: Any, call: Any, params: Any) -> None:
+    plan = kernels.schedule(call.heads)
+    groups = -(-call.heads // plan.heads)
+    launches = [
+        (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
+    ]
+    if params.splits > 1:
+        launches.append(("combine", call.tokens * call.heads, 1, 128, 0))
+    for entry, x, y, threads, shared in launches:
+        fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
+        assert fault is None, f"{entry}: {fault.decode()}"
+
+
+MODELLED = [
+    case for case in OP.cases if 0 < case.requests * case.queries * case.heads * case.topk <= 20_000
+]
+
+
+@pytest.mark.parametrize("case", MODELLED, ids=case_id)
+def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
+    """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions."""
+    if case.width in (288, 528) and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs rows without rope")
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    got = run_model(compiled(case.width), case, inputs)
+    OP.compare(case, got, OP.reference(case, inputs))
+
+
+QUICK_FAULTS = ("panels of V mixed up", "P not awaited", "a tile is given back too early")
+FAULTS = {
+    "a row of scales too far": ("(scale.y * kScaleUnit, scale.y * kScaleUnit)", "(scale.x * kScaleUnit, scale.x * kScaleUnit)"),
+    "rows swizzled by another row": ("((chunk ^ (row % 8)) * 16)", "((chunk ^ ((row + 1) % 8)) * 16)"),
+    "panels of V mixed up": ("return uint32_t(panel * kTilePanelBytes + k * 2048)", "return uint32_t(panel * kTilePanelBytes + k * 1024)"),
+    "wrong distance of panels": ("kTilePanelBytes, kGroupBytes), true);\n    wgmma_commit();\n    wgmma_wait();\n    hold(o);",
+                                 "8, kGroupBytes), true);\n    wgmma_commit();\n    wgmma_wait();\n    hold(o);"),
+    "invalid rows count": ("raw[pass].valid ? 0.0f : -kInf", "0.0f"),
+    "the output is not rescaled": ("o[i] *= alpha[i % 4 / 2]", "o[i] *= 1.0f"),
+    "only one half's maximum": ("fmaxf(most[r], fmaxf(top[r], other))", "fmaxf(most[r], top[r])"),
+    "P not awaited": ("    named_barrier(kAllConsumers, kConsumers);\n\n    hold(o);", "    hold(o);"),
+    "a tile is given back too early": ("    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);", ""),
+    "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * buffer);", ""),
+    "values in the order of positions": ("(position & ~7) | (position & 1) << 2 | (position & 7) >> 1", "position"),
+    "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureRequest) -> None:
+    """What the model has to see: wrong addresses, masks, maxima, barriers."""
+    if fault not in QUICK_FAULTS and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    case = Case(1, 33, 70 if fault.startswith("the last") else 330, pattern="edges", splits=1)
+    if fault.startswith("the last"):
+        case = Case(1, 33, 190, splits=2)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait"):
+        OP.compare(case, run_model(compiled(case.width, FAULTS[fault]), case, inputs), want)
+
+
+def test_debug_dump_on_the_model(
+    compiled: Any, monkeypatch: Any, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    """What the debug script prints: every stage agrees, and with a fault in the decoding K is the first that does not."""
+    if not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    path = Path(__file__).parents[1] / "benchmarks/debug_sparse_mla_decode.py"
+    spec = importlib.util.spec_from_file_location("debug_sparse_mla_decode", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    define = (
+        "#pragma once\n\n#include <cstdint>\n\n#ifdef",
+        "#pragma once\n#define NUMINOUS_DEBUG 1\n#include <cstdint>\n#ifdef",
+    )
+    for faults in ((), (FAULTS["a row of scales too far"],)):
+        library = compiled(352, define, *faults)
+
+        def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
+            run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump))
+
+        monkeypatch.setattr(kernels, "_launch_cuda", launch)
+        for heads in (64, 16):
+            assert script.check(352, heads, 64, torch.device("cpu")) == bool(faults)
+            printed = capsys.readouterr().out
+            assert ("K [row, dimension]: agrees" in printed) != bool(faults), printed
+            assert printed.count("agrees") == (0 if faults else 5), printed
+
+
+# --- Addresses and numbers ------------------------------------------------------------------------------------------
+
+
+def test_layout(compiled: Any) -> None:
+    """Shared memory as the launcher asks for it; every chunk of a tile stored once, without bank conflicts; splits."""
+    for width in (352, 656):
+        library, row = compiled(width), kernels.row_format_of(width)
+        for plan in (kernels.NARROW_16, kernels.NARROW_32, kernels.WIDE):
+            assert plan.shared(row) == library.plan_bytes(plan.heads) <= 232448
+        chunks, eights = (4, 4) if width == 352 else (8, 2)
+        for groups in (1, 2):
+            seen = set()
+            for group, pass_ in [(g, p) for g in range(groups) for p in range(2 // groups)]:
+                rows = [library.row_of(t, group, groups, pass_) for t in range(128)]
+                for k, j in [(k, j) for k in range(chunks) for j in range(eights)]:
+                    at = [library.chunk_at(t, rows[t], k, j) for t in range(128)]
+                    assert all(
+                        len({a // 16 % 8 for a in at[i : i + 8]}) == 8 for i in range(0, 128, 8)
+                    )
+                    for t in range(128):
+                        position = 8 * eights * (t % 32 // 8 + 4 * k) + 8 * j
+                        assert at[t] == library.element_at(64, rows[t], position)
+                    seen.update(at)
+            assert len(seen) == 64 * 512 // 8
+    for rows in (16, 32, 64):
+        for row_ in range(rows):
+            for position in range(576):
+                plain = position // 64 * rows * 128 + row_ * 128 + position % 64 * 2
+                assert library.element_at(rows, row_, position) == plain ^ ((plain >> 7 & 7) << 4)
+    for tiles in range(70):
+        for splits in range(1, 65):
+            bounds = [library.tile(tiles, splits, split) for split in range(splits + 1)]
+            assert bounds[0] == 0
+            assert bounds[-1] == tiles
+            steps = {b - a for a, b in itertools.pairwise(bounds)}
+            assert max(steps) - min(steps) <= 1
+
+
+def test_every_code(compiled: Any) -> None:
+    """E2M1 pairs by mask and shift, every code in every nibble between others, under every scale: exact in bf16."""
+    library = compiled(352)
+    values = torch.tensor(
+        [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
+    )
+    codes = torch.arange(256, dtype=torch.uint8)
+    scales = codes.view(torch.float8_e4m3fn).double()
+    held = scales[~scales.isnan()] * 2.0**114
+    assert torch.equal(held.to(torch.bfloat16).double(), held)
+    for word in (0x76543210, 0xFEDCBA98, 0x0F1E2D3C, 0xA5A55A5A, 0x88888888, 0x13579BDF):
+        for i in range(4):
+            pair = library.pair(ctypes.c_uint32(word), i)
+            halves = torch.tensor([pair & 0xFFFF, pair >> 16], dtype=torch.int32).to(torch.uint16)
+            got = halves.view(torch.bfloat16).double() * 2.0**126
+            assert got.tolist() == [values[word >> 4 * n & 15] for n in (i, i + 4)]
+    products = values[:, None] * 2.0**-126 * held
+    assert torch.equal(products.to(torch.bfloat16).double(), products)
+
+
+def test_choose_splits() -> None:
+    assert choose_splits(128, 32, 132) == 1
+    assert choose_splits(64, 32, 132) == 2
+    assert choose_splits(1, 1, 132) == 1
+    assert 8 <= choose_splits(8, 32, 132) <= 16
+    assert choose_splits(1, 0, 132) == 1
+    assert choose_splits(1, 10**6, 132) <= kernels.MAX_SPLITS
+
+
+# --- Peers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("width", [352, 528])
+def test_peers(width: int, monkeypatch: Any) -> None:
+    """What the peers are given is the same attention: FlashMLA replaced by the reference on the rows that it would read."""
+
+    def flash_mla_with_kvcache(q: torch.Tensor, k_cache: torch.Tensor, **given: Any) -> Any:
+        assert q.shape[2] in (64, 128)
+        assert k_cache.shape[1:3] == (64, 1)
+        assert given["indices"].dtype == torch.int32
+        assert given["indices"].shape[-1] % 64 == 0
+        assert given["tile_scheduler_metadata"] == "schedule"
+        rows = k_cache.view(torch.uint8).view(-1, k_cache.shape[-1])
+        scale = given["softmax_scale"]
+        made = kernels.reference(q, rows, sm_scale=scale, index=given["indices"])
+        return made["out"], made["lse"].transpose(1, 2)
+
+    flash = ModuleType("sgl_kernel.flash_mla")
+    flash.flash_mla_with_kvcache = flash_mla_with_kvcache  # type: ignore[attr-defined]
+    flash.get_mla_metadata = lambda **_: ("schedule", "splits")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash)
+    case = Case(2, 3, 64, width, peers=True)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    for name, peer in OP.peers.items():
+        if peer.refuses(case):
+            assert (name, width) == ("gather-flashmla", 528)
+            continue
+        got = peer.run(case, inputs)
+        # Values of 4-bit rows that FP8 rounds are off by 1/17 at most; a wrong row by all of it.
+        limit = want["magnitude"] / 17 + 1e-6 if width == 352 else 1e-9
+        assert bool(((got["out"] - want["out"]).abs() <= limit).all()), name
+        assert OP.peers[name].refuses(Case(2, 3, 64, width))
+
+
+# --- What is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"q": torch.zeros(1, 1, 16, 576)}, TypeError, "q: expected bfloat16"),
+        ({"q": torch.zeros(1, 1, 16, 512).bfloat16()}, ValueError, "576"),
+        ({"q": torch.zeros(1, 9, 16, 576).bfloat16()}, ValueError, "8 queries"),
+        ({"q": torch.zeros(1, 1, 129, 576).bfloat16()}, ValueError, "128 heads"),
+        ({"q": torch.zeros(1, 1, 16, 1152).bfloat16()[..., ::2]}, ValueError, "side by side"),
+        ({"pool": torch.zeros(9, 416, dtype=torch.uint8)}, ValueError, "416 bytes are not read"),
+        ({"pool": torch.zeros(9, 352)}, TypeError, "pool: expected uint8"),
+        ({"pool": torch.zeros(9, 704, dtype=torch.uint8)[:, ::2]}, ValueError, "side by side"),
+        ({"index": torch.zeros(1, 1, 0, dtype=torch.int32)}, ValueError, "entries, got 0"),
+        ({"index": torch.zeros(1, 4, dtype=torch.int32)}, ValueError, "index: expected"),
+        ({"index": torch.zeros(1, 1, 4)}, TypeError, "int32 or int64"),
+        ({"index": None}, ValueError, "give index, or page_table and lengths"),
+        ({"lengths": torch.zeros(1, dtype=torch.int32)}, ValueError, "give index, or"),
+        ({"sink": torch.zeros(15)}, ValueError, "sink: expected"),
+        ({"sink": torch.zeros(16).double()}, TypeError, "sink: expected float32"),
+        ({"sm_scale": 0.0}, ValueError, "sm_scale is positive"),
+        ({"latent_scale": 3.0}, ValueError, "power of two"),
+        ({"splits": 65}, ValueError, "splits is 1"),
+        ({"impl": "hip"}, ValueError, "impl is"),
+        ({"impl": "cuda"}, NotImplementedError, "needs tensors on an NVIDIA GPU"),
+    ],
+)  # fmt: skip
+def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    call: dict[str, Any] = {
+        "q": torch.zeros(1, 1, 16, 576).bfloat16(),
+        "pool": torch.zeros(9, 352, dtype=torch.uint8),
+        "sm_scale": SM_SCALE,
+        "index": torch.zeros(1, 1, 4, dtype=torch.int32),
+    }
+    with pytest.raises(error, match=text) as raised:
+        sparse_mla_decode(**{**call, **change})
+    assert "\n" not in str(raised.value)
+
+
+# --- On the GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("device")
+@pytest.mark.parametrize("impl", ["cuda", "triton"])
+def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
+    """Rows behind byte 2^31 of a pool."""
+    if impl == "cuda" and torch.cuda.get_device_capability(gpu) != (9, 0):
+        pytest.skip("cuda is made for compute capability 9.0")
+    pool = big_pool((352,), torch.uint8, gpu)
+    case = Case(1, 64, 100)
+    inputs = OP.make_inputs(case, 0, gpu)
+    pool[-len(inputs["pool"]) :] = inputs["pool"][:, 0]
+    index = inputs["index"] + len(pool) - len(inputs["pool"])
+    got = sparse_mla_decode(inputs["q"], pool, sm_scale=SM_SCALE, index=index, impl=impl)
+    OP.compare(case, got._asdict(), OP.reference(case, inputs))
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_splits_agree(heads: int, gpu: torch.device) -> None:
+    """Every number of splits gives the same within rounding, each the same bits every time."""
+    case = Case(2, heads, 2048)
+    inputs = OP.make_inputs(case, 0, gpu)
+    want = OP.reference(case, inputs)
+    for splits in (1, 2, 3, 8, 31, 32, 33, 64):
+        first, again = (
+            sparse_mla_decode(
+                inputs["q"],
+                inputs["pool"],
+                sm_scale=SM_SCALE,
+                index=inputs["index"],
+                splits=splits,
+                impl="cuda",
+            )
+            for _ in range(2)
+        )
+        assert torch.equal(first.out, again.out)
+        OP.compare(case, first._asdict(), want)
