@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from numinous_tooling.gate.client import divide
 from numinous_tooling.gate.conversation import Conversation, Outcome
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.options import default_clients
-from numinous_tooling.gate.servers import Interrupts, client_processes
+from numinous_tooling.gate.servers import Interrupts, ProcessTree, client_processes
 
 JOB: dict[str, Any] = {
     "warmup": ["w"],
@@ -206,3 +207,16 @@ def test_clients_share_a_log_without_overwriting_it(log: Path) -> None:
 
 def test_job_of_a_client_is_plain_json() -> None:
     assert json.loads(json.dumps(divide(JOB, 2))) == divide(JOB, 2)
+
+
+def test_a_stranger_with_the_number_of_a_collected_leader_is_left_alone() -> None:
+    tree = ProcessTree(Interrupts())
+    tree.start([sys.executable, "-c", ""], {}, stderr=DEVNULL, stdout=DEVNULL, stdin=DEVNULL)
+    assert tree.popen is not None
+    tree.popen.wait()
+    with Popen([sys.executable, "-c", "input()"], stdin=PIPE, start_new_session=True) as stranger:
+        tree.popen.pid = stranger.pid  # as if the system had given it out again
+        tree.stop(grace_s=0)
+        assert stranger.poll() is None
+        stranger.communicate(b"\n")
+    assert stranger.returncode == 0

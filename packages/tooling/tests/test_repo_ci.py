@@ -84,6 +84,8 @@ def run_tail(folder: Path, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell that was started without it cannot trap it: under nohup, or as a job in the background of a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

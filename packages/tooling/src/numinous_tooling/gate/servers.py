@@ -111,7 +111,7 @@ class ProcessTree:
 
     def observe(self) -> None:
         """Note all present members, so that they are known even after their parents are gone."""
-        if self.popen is None:
+        if self.popen is None or self._number_is_taken():
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             leader = self._seen.setdefault(self.popen.pid, psutil.Process(self.popen.pid))
@@ -121,6 +121,11 @@ class ProcessTree:
             with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
                 if os.getsid(pid) == self.popen.pid:
                     self._seen.setdefault(pid, psutil.Process(pid))
+
+    def _number_is_taken(self) -> bool:
+        """Whether the leader was collected and its number, which group and session bear too, is a stranger's by now."""
+        assert self.popen is not None
+        return self.popen.poll() is not None and psutil.pid_exists(self.popen.pid)
 
     def alive(self) -> list[psutil.Process]:
         """Return the members that still run (a zombie does not run, it only waits to be collected)."""
@@ -162,8 +167,9 @@ class ProcessTree:
         while True:
             # Again in each round: a member may have forked between the listing and the kill.
             self.observe()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
+            if not self._number_is_taken():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.popen.pid, signal.SIGKILL)
             members = self.alive()
             if not members:
                 break

@@ -110,7 +110,12 @@ class Running:
         }
         if rid:
             body["rid"] = rid
-        answer = httpx.post(f"{self.server.url}/generate", json=body, timeout=120, trust_env=False)
+        try:
+            answer = httpx.post(
+                f"{self.server.url}/generate", json=body, timeout=120, trust_env=False
+            )
+        except httpx.HTTPError as error:
+            pytest.fail(f"{type(error).__name__}: {error}\n{self.server.tail()}")
         assert answer.status_code == 200, answer.text
         return [item["output_ids"] for item in answer.json()]
 
