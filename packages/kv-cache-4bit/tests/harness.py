@@ -8,6 +8,7 @@ rows, dequantised. A test module imports this one as ``kv4_harness``; `engine` a
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -497,3 +498,34 @@ def run(
 def close(got: torch.Tensor, want: torch.Tensor, within: float = 0.04) -> bool:
     """Relative norm of the difference; the default is what E4M3 with a scale per 128 values may add. False for NaN."""
     return bool((got.float() - want).norm() < within * want.norm())
+
+
+def flashmla_alone(
+    width: int, topk: int, kpool: int, heads: int
+) -> tuple[Callable[..., torch.Tensor], Any]:
+    """The engine's `_forward_flashmla_kv`, and a backend that has what it and its schedule read, nothing else; FlashMLA is the real one.
+
+    Args:
+        width: bytes of a row of the pool.
+        topk, kpool: of the indexer.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("sgl_kernel.flash_mla", reason="FlashMLA is part of sglang-kernel")
+        pytest.importorskip("sglang", reason="its calls are SGLang's")
+        from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend as Backend
+    schedule = inspect.unwrap(Backend._compute_flashmla_metadata)
+    backend = SimpleNamespace(
+        dsa_index_topk=topk,
+        dsa_index_kpool=kpool,
+        flashmla_kv_num_q_heads=64 if heads <= 64 else 128,
+        real_page_size=PAGE,
+        kv_cache_dim=width,
+        dsa_kv_cache_store_fp8=True,
+    )
+
+    def planned(cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
+        return flashmla.around_schedule(schedule, backend, cache_seqlens, seq_len_q)
+
+    backend._compute_flashmla_metadata = planned
+    return inspect.unwrap(Backend._forward_flashmla_kv), backend

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from kv4_harness import (
     batch,
     close,
     expected,
+    flashmla_alone,
     layer,
     make_pool,
     random_rows,
@@ -350,7 +350,9 @@ def test_dequantize_rows_interpreted(ids: torch.dtype) -> None:
 
 def test_sizing_hook_is_in_front_of_every_model(engine: Any, hopper: Any, hooks: None) -> None:
     config = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    model = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    model = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config), kv_cache_dtype=torch.float8_e4m3fn
+    )
     with pytest.raises(SystemExit, match="this model is LlamaForCausalLM"):
         engine.sizing.create_memory_pool_configurator(model)
 
@@ -415,27 +417,8 @@ def test_one_line_says_what_is_gained(
 
 
 def flash_path(heads: int) -> Callable[..., torch.Tensor]:
-    """The hooked `_forward_flashmla_kv` of a backend that has what this function and its schedule read, nothing else."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("sgl_kernel.flash_mla", reason="FlashMLA is part of sglang-kernel")
-        pytest.importorskip("sglang", reason="its calls are SGLang's")
-        from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend as Backend
-    schedule = inspect.unwrap(Backend._compute_flashmla_metadata)
-    forward = inspect.unwrap(Backend._forward_flashmla_kv)
-    backend = SimpleNamespace(
-        dsa_index_topk=TOPK,
-        dsa_index_kpool=KPOOL,
-        flashmla_kv_num_q_heads=64 if heads <= 64 else 128,
-        real_page_size=PAGE,
-        kv_cache_dim=WIDTH,
-        dsa_kv_cache_store_fp8=True,
-    )
-
-    def planned(cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
-        return flashmla.around_schedule(schedule, backend, cache_seqlens, seq_len_q)
-
-    backend._compute_flashmla_metadata = planned
+    """The hooked `_forward_flashmla_kv`, see `flashmla_alone`."""
+    forward, backend = flashmla_alone(WIDTH, TOPK, KPOOL, heads)
 
     def attend(
         q: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, plan: Any

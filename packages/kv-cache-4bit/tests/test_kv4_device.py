@@ -6,15 +6,13 @@ What comes out is compared with attention in fp64 over the rows that the scratch
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kv4_harness import PAGE, SCALE, Count, attention, layer
+from kv4_harness import PAGE, SCALE, Count, attention, flashmla_alone, layer
 
 from numinous_kv_cache_4bit.engine import flashmla, glm_dsa, glm_flash, scratch
 from numinous_kv_cache_4bit.kernels import kv4_gather
@@ -34,27 +32,8 @@ def ours(request: Any, monkeypatch: Any) -> Any:
 
 
 def path(ours: Any, heads: int) -> Attend:
-    """The hooked `_forward_flashmla_kv` of a backend that has what this function and its schedule read, nothing else."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("sgl_kernel.flash_mla", reason="FlashMLA is part of sglang-kernel")
-        pytest.importorskip("sglang", reason="its calls are SGLang's")
-        from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend as Backend
-    schedule = inspect.unwrap(Backend._compute_flashmla_metadata)
-    forward = inspect.unwrap(Backend._forward_flashmla_kv)
-    backend = SimpleNamespace(
-        dsa_index_topk=TOPK,
-        dsa_index_kpool=ours.kpool,
-        flashmla_kv_num_q_heads=64 if heads <= 64 else 128,
-        real_page_size=PAGE,
-        kv_cache_dim=ours.row.width,
-        dsa_kv_cache_store_fp8=True,
-    )
-
-    def planned(cache_seqlens: torch.Tensor, seq_len_q: int) -> Any:
-        return flashmla.around_schedule(schedule, backend, cache_seqlens, seq_len_q)
-
-    backend._compute_flashmla_metadata = planned
+    """The hooked `_forward_flashmla_kv`, see `flashmla_alone`."""
+    forward, backend = flashmla_alone(ours.row.width, TOPK, ours.kpool, heads)
 
     def attend(
         q: torch.Tensor, pool: torch.Tensor, table: torch.Tensor, metadata: Any

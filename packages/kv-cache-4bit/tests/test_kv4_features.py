@@ -325,7 +325,7 @@ def test_another_width_is_seen(
     backend = make_backend(engine, monkeypatch, kv4)
     forward = batch(engine, backend, "DECODE", [70])
     slots = select(backend, seen(forward, "DECODE"))
-    monkeypatch.setattr(scratch, "stock_fp8_of", lambda row: KV4)
+    monkeypatch.setattr(kv4.ours.ROWS, "scratch", KV4)
     with pytest.raises((AssertionError, RuntimeError)):
         run(backend, forward, "DECODE", slots)
     with pytest.raises(RuntimeError, match="names 257 slots, more than"):
@@ -736,7 +736,9 @@ def test_ratios_of_the_models() -> None:
 
 def test_sizing_hook_is_in_front_of_every_model(engine: Any, kv4: Any, count: Count) -> None:
     config = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    model = SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
+    model = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config), kv_cache_dtype=torch.float8_e4m3fn
+    )
     with pytest.raises(SystemExit, match="this model is LlamaForCausalLM"):
         engine.sizing.create_memory_pool_configurator(model)
 

@@ -93,9 +93,8 @@ def around_schedule(
     original: Callable[..., Any], backend: Any, cache_seqlens: torch.Tensor, seq_len_q: int
 ) -> Any:
     """`_compute_flashmla_metadata`: the schedule of `len(cache_seqlens)` rows of the padded width."""
-    if not len(
-        cache_seqlens
-    ):  # an idle rank; FlashMLA's scheduler refuses it, and nobody reads the result
+    # Of an idle rank there are none: FlashMLA's scheduler refuses that, and nobody reads the result.
+    if not len(cache_seqlens):
         cache_seqlens = cache_seqlens.new_ones(1)
     return original(View(backend, backend.kv_cache_dim), cache_seqlens, seq_len_q)
 

@@ -17,11 +17,11 @@ import torch
 
 from numinous_kv_cache_4bit.engine.scratch import ScratchRows
 from numinous_kv_cache_4bit.options import DSA_ARCHITECTURES, DSA_PREFILLS, GLM_DSA
-from numinous_tooling.formats import KV4, STOCK_FP8
+from numinous_tooling.formats import KV4, LATENT_DIM
+from numinous_tooling.numerics import E4M3FN_MAX
 
-ROWS = ScratchRows(GLM_DSA, KV4, DSA_ARCHITECTURES, STOCK_FP8)
+ROWS = ScratchRows(GLM_DSA, KV4, DSA_ARCHITECTURES)
 TURN = 2**17  # rows in bf16 on their way to E4M3: 151 MB
-E4M3_MAX = 448.0
 
 
 def after_backend(result: None, backend: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,14 +65,14 @@ def around_requantize(
     if quant_k_cache.shape[-1] != KV4.width:
         return original(quant_k_cache, page_table_1_flattened, group_size, extra_rows, out)
     ROWS.count.engaged()
-    tokens, columns = len(page_table_1_flattened), 512 + KV4.rope_dim
+    tokens, columns = len(page_table_1_flattened), LATENT_DIM + KV4.rope_dim
     shape = (tokens + extra_rows, 1, columns)
     if out is None:
         out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=quant_k_cache.device)
     out = out.view(shape)
     for begin in range(0, tokens, TURN):
         slots = page_table_1_flattened[begin : begin + TURN]
-        values = ROWS.dequantize(quant_k_cache, slots).clamp_(-E4M3_MAX, E4M3_MAX)
+        values = ROWS.dequantize(quant_k_cache, slots).clamp_(-E4M3FN_MAX, E4M3FN_MAX)
         out[begin : begin + len(slots), 0].copy_(values)
     out[tokens:].zero_()
     return out

@@ -18,9 +18,9 @@ import torch
 from numinous_kv_cache_4bit.engine import flashmla
 from numinous_kv_cache_4bit.engine.scratch import ScratchRows
 from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH
-from numinous_tooling.formats import KV4_NO_ROPE, STOCK_FP8_NO_ROPE
+from numinous_tooling.formats import KV4_NO_ROPE
 
-ROWS = ScratchRows(GLM_FLASH, KV4_NO_ROPE, FLASH_ARCHITECTURES, STOCK_FP8_NO_ROPE)
+ROWS = ScratchRows(GLM_FLASH, KV4_NO_ROPE, FLASH_ARCHITECTURES)
 
 
 def after_backend(result: None, backend: Any, *args: Any, **kwargs: Any) -> None:

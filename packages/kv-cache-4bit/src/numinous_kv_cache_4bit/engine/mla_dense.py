@@ -8,8 +8,8 @@
            kernels, schedules and graphs run as on a bf16 cache. Which rows: `req_to_token` up to `seq_lens`, read on the device, so that a
            captured graph sees the lengths of its replay. Rows decoded without need are right, too: slot and content belong together.
 *Bytes*    61 layers: 61 × 352 + 1152 = 22,624 a token, FP8 35,136 (1.553 ×), bf16 70,272 (3.106 ×). Up to 5 layers FP8 is the smaller one.
-           A decode step reads 352 and writes 1152 bytes a live row, then stock's kernel reads 1152: 2656, where a bf16 cache has 1152 and
-           an FP8 cache 576. But FlashAttention 3, stock's choice on Hopper, has no FP8 path for absorbed MLA: it casts the *whole* pool of
+           A decode step reads 352 bytes and an id of 4 and writes 1152 a live row, then stock's kernel reads 1152: 2660, where a bf16
+           cache has 1152 and an FP8 cache 576. But FlashAttention 3, stock's choice on Hopper, has no FP8 path for absorbed MLA: it casts the *whole* pool of
            each layer to bf16 first, 1728 bytes a slot, live or not (*derived*).
 *Why not compact*  A scratch for the live rows alone would need page tables of its own in four backends, their graphs included, and saves
            nothing where it counts: a full pool is a batch of that many live rows, and prefixes that requests share would stand in it once
@@ -25,11 +25,9 @@ from typing import Any
 
 import torch
 
-from numinous_kv_cache_4bit.engine import rows as kept
 from numinous_kv_cache_4bit.engine.rows import KeptRows, bf16_width
 from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, MLA_DENSE
 from numinous_tooling.formats import KV4, LATENT_DIM, STOCK_FP8_RAW
-from numinous_tooling.patching.feature import flag_of
 
 ROWS = KeptRows(MLA_DENSE, KV4, DENSE_ARCHITECTURES, STOCK_FP8_RAW)
 SHADOW = bf16_width(KV4)  # bytes of a slot
@@ -47,17 +45,9 @@ def around_dtype(
         "auto", the engine's tag of a cache that is not quantised, and torch.bfloat16.
     """
     _, dtype = original(model=model, **asked)
-    name = type(model).__name__
-    if name not in DENSE_ARCHITECTURES:
-        ROWS.refuse(
-            f"made for {DENSE_ARCHITECTURES[0]}, this model is {name}; unset {flag_of(MLA_DENSE)}"
-        )
-    if asked["server_args_kv_cache_dtype"] != "fp8_e4m3" or dtype != torch.float8_e4m3fn:
-        ROWS.refuse(f"the KV cache is {dtype}: add --kv-cache-dtype fp8_e4m3")
+    ROWS.check_launch(type(model).__name__, dtype, asked["server_args_kv_cache_dtype"])
     if asked["model_dtype"] != torch.bfloat16:
         ROWS.refuse(f"the model runs in {asked['model_dtype']}, rows are written from bf16")
-    if (arch := kept._arch()) != "sm90":
-        ROWS.refuse(f"made for Hopper (sm90), this is {arch}; unset {flag_of(MLA_DENSE)}")
     scales = {getattr(module, "k_scale_float", None) for module in model.modules()}
     if scales - {None, 1.0}:
         ROWS.refuse("the checkpoint scales its FP8 cache; rows with scales of their own take none")

@@ -47,7 +47,7 @@ class KeptRows:
         feature: id of the feature.
         row: format of its rows.
         architectures: that it is made for, the first one to be named; drafts among them.
-        stock: rows of stock's FP8 cache of these models on this GPU; None where stock has none.
+        stock: rows of stock's FP8 cache of these models on this GPU, for the boot line; None where stock has none.
     """
 
     def __init__(
@@ -70,18 +70,9 @@ class KeptRows:
 
     def before_pool_sizing(self, configurator: Any) -> None:
         """`create_memory_pool_configurator`, which every model passes: end the process if this launch is not covered."""
-        architecture = configurator.model_config.hf_config.architectures[0]
-        if architecture not in self.architectures:
-            self.refuse(
-                f"made for {self.architectures[0]}, this model is {architecture}; unset {flag_of(self.feature)}"
-            )
-        if configurator.kv_cache_dtype != torch.float8_e4m3fn:
-            self.refuse(
-                f"the KV cache is {configurator.kv_cache_dtype}: add --kv-cache-dtype fp8_e4m3"
-            )
-        arch = _arch()
-        if arch != "sm90":
-            self.refuse(f"made for Hopper (sm90), this is {arch}; unset {flag_of(self.feature)}")
+        self.check_launch(
+            configurator.model_config.hf_config.architectures[0], configurator.kv_cache_dtype
+        )
         # Other FlashMLA versions may read rows of a width as another format, without a word.
         version = flashmla.kernel_version()
         if version != flashmla.KERNEL_VERSION:
@@ -89,6 +80,17 @@ class KeptRows:
                 f"reads rows with the FlashMLA of {flashmla.KERNEL_DISTRIBUTION} {flashmla.KERNEL_VERSION}, "
                 f"and {version or 'none'} is installed"
             )
+
+    def check_launch(self, architecture: str, cache: torch.dtype, asked: str = "fp8_e4m3") -> None:
+        """End the process unless this model, this cache dtype (`asked`: the flag's) and this GPU are what the feature is made for."""
+        if architecture not in self.architectures:
+            self.refuse(
+                f"made for {self.architectures[0]}, this model is {architecture}; unset {flag_of(self.feature)}"
+            )
+        if asked != "fp8_e4m3" or cache != torch.float8_e4m3fn:
+            self.refuse(f"the KV cache is {cache}: add --kv-cache-dtype fp8_e4m3")
+        if (arch := _arch()) != "sm90":
+            self.refuse(f"made for Hopper (sm90), this is {arch}; unset {flag_of(self.feature)}")
 
     def describe(self, pool: Any, once: int = 0) -> None:
         """Say once how many tokens fit, and how many rows of stock's would fit into the same memory.
@@ -120,21 +122,6 @@ class KeptRows:
         )
 
     # --- The pool ---
-
-    def around_width(
-        self, original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype
-    ) -> int:
-        """`calculate_mla_kv_cache_dim`: bytes of a row, for sizing and for allocation."""
-        width = original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
-        if self.stock is None or (width, kv_cache_dtype) != (
-            self.stock.width,
-            torch.float8_e4m3fn,
-        ):
-            self.refuse(
-                f"stock's rows would be {width} wide ({kv_cache_dtype}), made in place of "
-                f"{self.stock.width if self.stock else 'no'}-byte FP8 rows; leave the DSA backend flags out"
-            )
-        return self.row.width
 
     def around_write(
         self,

@@ -31,13 +31,30 @@ from numinous_kv_cache_4bit.engine.rows import KeptRows
 from numinous_kv_cache_4bit.kernels.codec import stock_fp8_of
 from numinous_kv_cache_4bit.kernels.kv4_compact import kv4_compact
 from numinous_kv_cache_4bit.kernels.kv4_gather import kv4_gather
+from numinous_tooling.formats import RowFormat
 
 SCRATCH_ROWS = 2**19
 """Rows that are converted at a time."""
 
 
 class ScratchRows(KeptRows):
-    """4-bit rows of a DSA model; `stock` are the rows of the scratch."""
+    """4-bit rows of a DSA model. The scratch holds the rows of stock's FP8 cache of the same model."""
+
+    def __init__(self, feature: str, row: RowFormat, architectures: tuple[str, ...]) -> None:
+        self.scratch = stock_fp8_of(row)
+        super().__init__(feature, row, architectures, self.scratch)
+
+    def around_width(
+        self, original: Callable[..., int], *, model_config: Any, kv_cache_dtype: torch.dtype
+    ) -> int:
+        """`calculate_mla_kv_cache_dim`: bytes of a row, for sizing and for allocation."""
+        width = original(model_config=model_config, kv_cache_dtype=kv_cache_dtype)
+        if (width, kv_cache_dtype) != (self.scratch.width, torch.float8_e4m3fn):
+            self.refuse(
+                f"stock's rows would be {width} wide ({kv_cache_dtype}), made in place of "
+                f"{self.scratch.width}-byte FP8 rows; leave the DSA backend flags out"
+            )
+        return self.row.width
 
     def check_backend(self, backend: Any, prefill: tuple[str, ...]) -> None:
         """`DeepseekSparseAttnBackend.__init__`, also of a draft: end the process where the path below cannot serve it; `describe`."""
@@ -80,7 +97,7 @@ class ScratchRows(KeptRows):
         if not rows:
             return q_all.new_empty((0, 1, layer.tp_q_head_num, v_head_dim))
         self.count.engaged()
-        view = flashmla.View(backend, stock_fp8_of(self.row).width)
+        view = flashmla.View(backend, self.scratch.width)
         table = flashmla.padded_table(view, page_table_1, self.feature)
         pool = kv_cache.view(torch.uint8)
         shared = rows > len(metadata.cache_seqlens_int32)
@@ -135,7 +152,7 @@ class ScratchRows(KeptRows):
     def _scratch(self, rows: int, device: torch.device) -> torch.Tensor:
         """Whole pages; rows that nobody names stay unwritten."""
         pages = -(-rows // flashmla.BLOCK)
-        shape = (pages * flashmla.BLOCK, stock_fp8_of(self.row).width)
+        shape = (pages * flashmla.BLOCK, self.scratch.width)
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
 

@@ -17,12 +17,14 @@ from collections.abc import Iterator
 
 from numinous_kv_cache_4bit.hooks.kept_rows import (
     ATTENTION,
+    ATTENTION_CALLS,
     BACKEND,
     CONFIGURATOR,
     HYBRID_POOL,
     KERNELS,
     MHA,
     POOLS,
+    SCHEDULES,
 )
 from numinous_kv_cache_4bit.hooks.launch import judge_rows
 from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH_FP8
@@ -62,14 +64,7 @@ def table_hooks(feature: str, first: int) -> tuple[Hook, Hook]:
             target=schedule,
             kind="around",
             call=f"{SHARED}:around_schedule",
-            pins=(
-                stock_pin(schedule, "9c56dcf17e8f4b05"),
-                # Who keeps the schedules of captured graphs, and refreshes them before a replay.
-                stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
-                stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
-                stock_pin(f"{BACKEND}._apply_cuda_graph_metadata", "e5c8eb86db863719"),
-                stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
-            ),
+            pins=SCHEDULES,
         ),
     )
 
@@ -132,12 +127,7 @@ FEATURE = Feature(
             target=f"{BACKEND}._forward_flashmla_kv",
             kind="around",
             call=f"{OURS}:around_attention",
-            pins=(
-                stock_pin(f"{BACKEND}._forward_flashmla_kv", "296ce7763b6accbd"),
-                stock_pin(f"{BACKEND}.forward_extend", "9f3e30691c9cc85b"),
-                stock_pin(f"{BACKEND}.forward_decode", "6e99dc0ce6a2901e"),
-                stock_pin(f"{BACKEND}.get_topk_transform_method", "d7fb2e8e5a091eba"),
-            ),
+            pins=ATTENTION_CALLS,
         ),
         prefix_hook(GLM_FLASH_FP8, 6, OURS),
     ),

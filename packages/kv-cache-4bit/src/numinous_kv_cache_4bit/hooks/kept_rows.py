@@ -26,6 +26,48 @@ HYBRID_POOL = Pin(
     },
 )
 
+POOL = f"{POOLS}:MLATokenToKVPool"
+MLA_POOL = Pin(
+    f"{POOL}.__init__",
+    {
+        STOCK: "649781c2d9074992",
+        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "27ba1664a1099ec2",
+    },
+)
+WRITERS = (
+    stock_pin(f"{POOL}._write_mla_kv_buffer", "8321b73993618b9d"),
+    # The other writers: one comes there, one refuses rows of another width.
+    stock_pin(f"{POOL}.set_mla_kv_buffer", "764ef270ba66b00c"),
+    stock_pin(f"{POOL}.set_kv_buffer", "2befb62d015f52c2"),
+)
+READERS = (
+    stock_pin(f"{POOL}.get_mla_kv_buffer", "26a7673d09319999"),
+    stock_pin(f"{POOL}.get_key_buffer", "b38801294ac3d7c7"),
+    stock_pin(f"{POOL}.get_value_buffer", "3ff38febb16be978"),
+)
+ROW_COPIES = (
+    stock_pin(f"{POOL}._create_buffers", "79d30d270d450586"),
+    stock_pin(f"{POOL}.move_kv_cache", "b1de102d111c0ee9"),
+    stock_pin(f"{POOL}.get_cpu_copy", "9a1c441d0c922239"),
+    stock_pin(f"{POOL}.load_cpu_copy", "15828d522382bb5c"),
+    stock_pin(f"{POOL}.get_kv_size_bytes", "97e3d9dfc7066870"),
+)
+"""What allocates and copies whole rows of an MLA pool, whatever is in them."""
+ATTENTION_CALLS = (
+    stock_pin(f"{BACKEND}._forward_flashmla_kv", "296ce7763b6accbd"),
+    stock_pin(f"{BACKEND}.forward_extend", "9f3e30691c9cc85b"),
+    stock_pin(f"{BACKEND}.forward_decode", "6e99dc0ce6a2901e"),
+    stock_pin(f"{BACKEND}.get_topk_transform_method", "d7fb2e8e5a091eba"),
+)
+SCHEDULES = (
+    stock_pin(f"{BACKEND}._compute_flashmla_metadata", "9c56dcf17e8f4b05"),
+    # Who keeps the schedules of captured graphs, and refreshes them before a replay; what metadata counts, by mode.
+    stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
+    stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
+    stock_pin(f"{BACKEND}._apply_cuda_graph_metadata", "e5c8eb86db863719"),
+    stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
+)
+
 
 def kept_rows_hooks(feature: str, ours: str) -> tuple[Hook, ...]:
     """The hooks, numbered from 01.
@@ -36,7 +78,6 @@ def kept_rows_hooks(feature: str, ours: str) -> tuple[Hook, ...]:
     """
     sizing = f"{SIZING}:create_memory_pool_configurator"
     width = f"{CONFIGURATOR}:calculate_mla_kv_cache_dim"
-    pool = f"{POOLS}:MLATokenToKVPool"
     return (
         Hook(
             id=f"{feature}.01",
@@ -83,20 +124,9 @@ def kept_rows_hooks(feature: str, ours: str) -> tuple[Hook, ...]:
                 stock_pin(f"{BACKEND}.__init__", "3a45fa68f9968b19"),
                 HYBRID_POOL,
                 stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
-                Pin(
-                    f"{pool}.__init__",
-                    {
-                        STOCK: "649781c2d9074992",
-                        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "27ba1664a1099ec2",
-                    },
-                ),
-                stock_pin(f"{pool}._create_buffers", "79d30d270d450586"),
-                # Copies of whole rows.
-                stock_pin(f"{pool}.move_kv_cache", "b1de102d111c0ee9"),
-                stock_pin(f"{pool}.get_cpu_copy", "9a1c441d0c922239"),
-                stock_pin(f"{pool}.load_cpu_copy", "15828d522382bb5c"),
-                stock_pin(f"{pool}.get_contiguous_buf_infos", "8afe3df8739d03fe"),
-                stock_pin(f"{pool}.get_kv_size_bytes", "97e3d9dfc7066870"),
+                MLA_POOL,
+                *ROW_COPIES,
+                stock_pin(f"{POOL}.get_contiguous_buf_infos", "8afe3df8739d03fe"),
                 stock_pin(f"{POOLS}:DSATokenToKVPool.move_kv_cache", "fb9aaf75ad562736"),
                 stock_pin(f"{POOLS}:DSATokenToKVPool.get_cpu_copy", "a04011c4df47d33d"),
                 stock_pin(f"{POOLS}:DSATokenToKVPool.load_cpu_copy", "84418e5e441a3808"),
@@ -104,14 +134,12 @@ def kept_rows_hooks(feature: str, ours: str) -> tuple[Hook, ...]:
         ),
         Hook(
             id=f"{feature}.04",
-            target=f"{pool}._write_mla_kv_buffer",
+            target=f"{POOL}._write_mla_kv_buffer",
             kind="around",
             call=f"{ours}:ROWS.around_write",
             pins=(
-                stock_pin(f"{pool}._write_mla_kv_buffer", "8321b73993618b9d"),
-                # The other writers: one comes here, one refuses such pools, one writes for TRT-LLM alone.
-                stock_pin(f"{pool}.set_mla_kv_buffer", "764ef270ba66b00c"),
-                stock_pin(f"{pool}.set_kv_buffer", "2befb62d015f52c2"),
+                *WRITERS,
+                # Of hybrid models, and one that writes for TRT-LLM alone.
                 stock_pin(f"{POOLS}:HybridLinearKVPool.set_mla_kv_buffer", "60ce8386a6a5ff3d"),
                 stock_pin(
                     f"{FORWARDS}.forward_mla:DeepseekMLAForwardMixin._fuse_rope_for_trtllm_mla",
@@ -121,37 +149,23 @@ def kept_rows_hooks(feature: str, ours: str) -> tuple[Hook, ...]:
         ),
         Hook(
             id=f"{feature}.05",
-            target=f"{pool}.get_mla_kv_buffer",
+            target=f"{POOL}.get_mla_kv_buffer",
             kind="around",
             call=f"{ours}:ROWS.around_read",
-            pins=(
-                stock_pin(f"{pool}.get_mla_kv_buffer", "26a7673d09319999"),
-                stock_pin(f"{pool}.get_key_buffer", "b38801294ac3d7c7"),
-            ),
+            pins=READERS,
         ),
         Hook(
             id=f"{feature}.06",
-            target=f"{pool}.get_value_buffer",
+            target=f"{POOL}.get_value_buffer",
             kind="around",
             call=f"{ours}:ROWS.around_values",
-            pins=(stock_pin(f"{pool}.get_value_buffer", "3ff38febb16be978"),),
+            pins=READERS,
         ),
         Hook(
             id=f"{feature}.07",
             target=f"{BACKEND}._forward_flashmla_kv",
             kind="around",
             call=f"{ours}:ROWS.around_attention",
-            pins=(
-                stock_pin(f"{BACKEND}._forward_flashmla_kv", "296ce7763b6accbd"),
-                stock_pin(f"{BACKEND}._compute_flashmla_metadata", "9c56dcf17e8f4b05"),
-                stock_pin(f"{BACKEND}.forward_extend", "9f3e30691c9cc85b"),
-                stock_pin(f"{BACKEND}.forward_decode", "6e99dc0ce6a2901e"),
-                stock_pin(f"{BACKEND}.get_topk_transform_method", "d7fb2e8e5a091eba"),
-                # What the metadata counts, by mode.
-                stock_pin(f"{BACKEND}.init_forward_metadata", "057d939546018541"),
-                stock_pin(f"{BACKEND}.init_cuda_graph_state", "79b272c30e0f91ac"),
-                stock_pin(f"{BACKEND}._build_forward_metadata_cuda_graph", "08034b361c41729a"),
-                stock_pin(f"{BACKEND}._apply_cuda_graph_metadata", "e5c8eb86db863719"),
-            ),
+            pins=(*ATTENTION_CALLS, *SCHEDULES),
         ),
     )

@@ -71,6 +71,12 @@ def judge_rows(
         yield from _judge_model(command.model_config, command.get("tp_size"), architectures)
 
 
+def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's config with the values of its language model in place of the outer ones."""
+    text = config.get("text_config")
+    return {**config, **(text if isinstance(text, dict) else {})}
+
+
 def _judge_model(
     config: Mapping[str, Any], tp_size: int, architectures: tuple[str, ...]
 ) -> Iterator[str]:
@@ -78,7 +84,6 @@ def _judge_model(
     if names[0] not in architectures:
         yield f"made for {architectures[0]}, this model is {names[0]}; unset its flag"
         return
-    text = config.get("text_config")
-    heads = {**config, **(text if isinstance(text, dict) else {})}.get("num_attention_heads", 64)
+    heads = text_of(config).get("num_attention_heads", 64)
     if heads // tp_size > MOST_HEADS:
         yield f"{heads // tp_size} query heads per rank; FlashMLA takes up to {MOST_HEADS}: raise --tp-size"

@@ -14,14 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numinous_kv_cache_4bit.hooks.launch import judge_rows
+from numinous_kv_cache_4bit.hooks.kept_rows import (
+    ATTENTION,
+    MLA_POOL,
+    POOL,
+    READERS,
+    ROW_COPIES,
+    WRITERS,
+)
+from numinous_kv_cache_4bit.hooks.launch import judge_rows, text_of
 from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, DENSE_BACKENDS, MLA_DENSE
 from numinous_tooling.formats import KV4, LATENT_DIM
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
 
-ATTENTION = "sglang.srt.layers.attention"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator"
 DTYPE = "sglang.srt.mem_cache.kv_cache_dtype:configure_kv_cache_dtype"
 FA = f"{ATTENTION}.flashattention_backend:FlashAttentionBackend"
@@ -30,7 +37,6 @@ FLASHMLA = f"{ATTENTION}.flashmla_backend:FlashMLABackend"
 FORWARD = f"{ATTENTION}.base_attn_backend:AttentionBackend.forward"
 MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha:DeepseekMHAForwardMixin"
 OURS = "numinous_kv_cache_4bit.engine.mla_dense"
-POOL = "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool"
 SIZING = "sglang.srt.model_executor.pool_configurator:DefaultPoolConfigurator"
 TRITON = f"{ATTENTION}.triton_backend:TritonAttnBackend"
 
@@ -83,26 +89,12 @@ FEATURE = Feature(
             pins=(
                 stock_pin(f"{CONFIGURATOR}._build_mla_kv_pool", "48254ab9d8e704ad"),
                 # What the pool inherits, and what it answers in place of stock's.
-                Pin(
-                    f"{POOL}.__init__",
-                    {
-                        STOCK: "649781c2d9074992",
-                        f"{STOCK} + upstream.hybrid_mla_fp4_pool": "27ba1664a1099ec2",
-                    },
-                ),
-                stock_pin(f"{POOL}._create_buffers", "79d30d270d450586"),
+                MLA_POOL,
+                *ROW_COPIES,
                 stock_pin(f"{POOL}._clear_buffers", "ffdfbf6694a1d697"),
-                stock_pin(f"{POOL}.get_kv_size_bytes", "97e3d9dfc7066870"),
-                stock_pin(f"{POOL}.get_key_buffer", "b38801294ac3d7c7"),
-                stock_pin(f"{POOL}.get_value_buffer", "3ff38febb16be978"),
+                *READERS,
                 stock_pin(f"{POOL}.get_kv_buffer", "90ec8e1bb3066fdc"),
-                stock_pin(f"{POOL}.get_mla_kv_buffer", "26a7673d09319999"),
-                stock_pin(f"{POOL}.set_kv_buffer", "2befb62d015f52c2"),
-                stock_pin(f"{POOL}.set_mla_kv_buffer", "764ef270ba66b00c"),
-                stock_pin(f"{POOL}._write_mla_kv_buffer", "8321b73993618b9d"),
-                stock_pin(f"{POOL}.move_kv_cache", "b1de102d111c0ee9"),
-                stock_pin(f"{POOL}.get_cpu_copy", "9a1c441d0c922239"),
-                stock_pin(f"{POOL}.load_cpu_copy", "15828d522382bb5c"),
+                *WRITERS,
                 # When the scheduler may write to the table that is read in each layer.
                 stock_pin(
                     "sglang.srt.managers.scheduler:Scheduler._apply_war_barrier", "cb3bed8682e85891"
@@ -168,9 +160,7 @@ def judge(command: ServeCommand) -> Iterator[str]:
         yield "--enable-torch-compile is not covered (untested)"
     if command.get("quantization_param_path") is not None:
         yield "--quantization-param-path: rows have scales of their own; leave the flag out"
-    config = command.model_config or {}
-    text = config.get("text_config")
-    model = {**config, **(text if isinstance(text, dict) else {})}
+    model = text_of(command.model_config or {})
     have = (model.get("kv_lora_rank", LATENT_DIM), model.get("qk_rope_head_dim", KV4.rope_dim))
     if have != (LATENT_DIM, KV4.rope_dim):
         yield f"rows hold {LATENT_DIM} latent and {KV4.rope_dim} rope values, this model has {have[0]} and {have[1]}"
