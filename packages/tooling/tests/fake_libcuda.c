@@ -1,21 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
 // A CUDA driver for tests: it checks nothing that the real one would compute, and writes down what it was asked.
 #include <cuda.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 static char text[1 << 20];
 static size_t used;
+static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
+// ctypes lets other threads run during a call: each writes its line by itself, and adds it when it is whole.
+static _Thread_local char line[4096];
+static _Thread_local size_t length;
 static int quiet;
 static _Thread_local int has_context;
 static int major = 9, minor, fail_launch, initialised;
 static CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 static const size_t sizes[] = {8, 8, 4, 16};
 
+static void end_line(void) {
+  pthread_mutex_lock(&writing);
+  if (used + length >= sizeof text) abort();
+  memcpy(text + used, line, length + 1);
+  used += length;
+  pthread_mutex_unlock(&writing);
+  length = 0;
+}
+
 #define NOTE(...) \
   do { \
-    if (!quiet) used += snprintf(text + used, sizeof text - used, __VA_ARGS__); \
+    if (quiet) break; \
+    length += snprintf(line + length, sizeof line - length, __VA_ARGS__); \
+    if (length >= sizeof line) abort(); \
+    if (line[length - 1] == '\n') end_line(); \
   } while (0)
 
 const char *fake_text(void) { return text; }

@@ -197,7 +197,8 @@ def test_interrupt_while_one_is_ended_spares_none(log: Path) -> None:
 
 
 def test_clients_share_a_log_without_overwriting_it(log: Path) -> None:
-    command = [sys.executable, "-c", "import sys; sys.exit('x' * 50)"]
+    # In one write: sys.exit's text and its newline are two, and another client's may come between.
+    command = [sys.executable, "-c", "import os; os.write(2, b'x' * 50 + b'\\n')"]
     with client_processes(command, 3, Interrupts(), log) as processes:
         deadline = time.monotonic() + 60
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
