@@ -135,6 +135,7 @@ inline uint8_t* dynamic_shared() { return model::block.memory.data() + 256; }  /
 inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const uint8_t*>(p) - model::block.memory.data()); }
 inline void wait_for_grid_before() {}
 inline void fence_after_init() {}
+inline void start_next_grid() {}
 inline void fence_for_wgmma() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
@@ -142,6 +143,8 @@ inline void wgmma_wait() {}
 template <int kCount> void hold(float (&)[kCount]) {}
 template <int> void more_registers() {}
 template <int> void fewer_registers() {}
+
+inline int uniform(int v) { return v; }
 
 inline void barrier_init(uint32_t at, int count) { model::block.barriers[at] = {count, count, 0}; }
 inline void barrier_arrive(uint32_t at) {

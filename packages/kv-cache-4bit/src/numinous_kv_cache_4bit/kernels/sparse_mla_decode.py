@@ -567,7 +567,7 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
         )
         if splits > 1:
             combine = launch.load(PACKAGE, binary, entry="combine")
-            combine((call.tokens * call.heads,), 128, (params,), stream=stream, pdl=True)
+            combine((call.tokens * call.heads, 4), 128, (params,), stream=stream, pdl=True)
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

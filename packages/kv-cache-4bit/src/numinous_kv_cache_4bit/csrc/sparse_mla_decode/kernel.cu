@@ -74,19 +74,28 @@ __device__ __forceinline__ Work work_of(const Params& p, int heads_of_block) {
 
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int64_t id_at(const Params& p, int64_t at) {
-  return p.wide_ids ? static_cast<const int64_t*>(p.index)[at] : int64_t(static_cast<const int*>(p.index)[at]);
+// What the table has for a row: nothing is done with it before it is used, so that its load is not waited for.
+struct Entry {
+  int low, high;
+};
+
+// Entry of row `row` of a tile; negative where there is none.
+__device__ __forceinline__ Entry entry_of(const Params& p, const Work& w, int tile, int row) {
+  const int at = tile * kTile + row;
+  Entry e = {-1, -1};
+  if (tile >= w.end || at >= w.length) return e;
+  const int64_t from = p.lengths != nullptr ? w.request * p.index_stride + tile : w.token * p.index_stride + at;
+  const int* id = static_cast<const int*>(p.index) + (p.wide_ids ? 2 * from : from);
+  e.low = id[0];
+  if (p.wide_ids) e.high = id[1];
+  return e;
 }
 
-// Slot of row `row` of a tile; negative where there is none.
-__device__ __forceinline__ int64_t slot_of(const Params& p, const Work& w, int tile, int row) {
-  const int at = tile * kTile + row;
-  if (at >= w.length) return -1;
-  if (p.lengths != nullptr) {
-    const int64_t page = id_at(p, w.request * p.index_stride + tile);
-    return page < 0 || page > p.slots / kTile ? -1 : page * kTile + row;
-  }
-  return id_at(p, w.token * p.index_stride + at);
+// Slot of an entry; negative where there is none.
+__device__ __forceinline__ int64_t slot_of(const Params& p, Entry e, int row) {
+  const int64_t id = int64_t(p.wide_ids ? e.high : e.low >> 31) << 32 | uint32_t(e.low);
+  if (p.lengths == nullptr) return id;
+  return id < 0 || id > p.slots / kTile ? -1 : id * kTile + row;
 }
 
 // What one producer holds of one row: a quarter of it, and all of its scales.
@@ -101,14 +110,15 @@ struct Raw {
     valid = slot >= 0 && slot < p.slots;
     const uint4 zero = {0, 0, 0, 0};
     const uint8_t* row = p.pool + (valid ? slot : 0) * p.pool_stride;
+    const uint8_t* mine = row + 16 * quarter;  // chunk_of(quarter, k) is quarter + 4k
 #pragma unroll
-    for (int k = 0; k < R::kChunks; ++k) codes[k] = valid ? load_row(row + 16 * chunk_of(quarter, k)) : zero;
+    for (int k = 0; k < R::kChunks; ++k) codes[k] = valid ? load_row(mine + 16 * chunk_of(0, k)) : zero;
 #pragma unroll
     for (int k = 0; k < (R::kFourBit ? 2 : 1); ++k) scales[k] = valid ? load_row(row + R::kScaleAt + 16 * k) : zero;
     if constexpr (R::kRope) {
 #pragma unroll
       for (int k = 0; k < (R::kFourBit ? 1 : 2); ++k)
-        rope[k] = valid ? load_row(row + R::kRopeAt + 16 * chunk_of(quarter, k)) : zero;
+        rope[k] = valid ? load_row(mine + R::kRopeAt + 16 * chunk_of(0, k)) : zero;
     }
   }
 };
@@ -176,13 +186,18 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
   constexpr int kPasses = kTile / kRowsOfPass / kGroups;
   const int thread = threadIdx.x % 128, quarter = producer_quarter(thread);
   Raw<R> raw[kPasses];
-  int64_t next[kPasses];
+  Entry next[kPasses];
 #pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = producer_row(thread, group, kGroups, pass);
-    raw[pass].fetch(p, w.begin < w.end ? slot_of(p, w, w.begin, row) : -1, quarter);
-    next[pass] = w.begin + 1 < w.end ? slot_of(p, w, w.begin + 1, row) : -1;
-  }
+  for (int pass = 0; pass < kPasses; ++pass) next[pass] = entry_of(p, w, w.begin, producer_row(thread, group, kGroups, pass));
+  const auto fetch = [&](int after) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+      raw[pass].fetch(p, slot_of(p, next[pass], producer_row(thread, group, kGroups, pass)), quarter);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass)
+      next[pass] = entry_of(p, w, after, producer_row(thread, group, kGroups, pass));
+  };
+  fetch(w.begin + 1);
   for (int tile = w.begin; tile < w.end; ++tile) {
     const int turn = tile - w.begin, buffer = turn & 1;
     barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);
@@ -191,11 +206,11 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
       const int row = producer_row(thread, group, kGroups, pass);
       decode(raw[pass], tiles + buffer * R::kTileBytes, row, quarter);
       if (quarter == 0) bias[buffer * kTile + row] = raw[pass].valid ? 0.0f : -kInf;
-      raw[pass].fetch(p, next[pass], quarter);
-      next[pass] = tile + 2 < w.end ? slot_of(p, w, tile + 2, row) : -1;
     }
+    // The fence may wait for loads that are under way, and so would whoever waits for the tile.
     fence_for_wgmma();
     barrier_arrive(full + 8 * buffer);
+    fetch(tile + 2);
   }
 }
 
@@ -211,10 +226,20 @@ template <class R, int kHeads>
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, uint32_t to) {
   constexpr int kChunksOfHead = R::kPanels * 8;
   const uint16_t* q = p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + w.head * p.q_head_stride;
-  for (int i = threadIdx.x; i < kHeads * kChunksOfHead; i += kConsumers) {
-    const int head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    uint4 v = {0, 0, 0, 0};
-    if (w.head + head < p.heads) v = *reinterpret_cast<const uint4*>(q + head * p.q_head_stride + 8 * chunk);
+  constexpr int kAll = kHeads * kChunksOfHead, kTurns = (kAll + kConsumers - 1) / kConsumers;
+  uint4 all[kTurns];  // all loads under way at once
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
+    all[turn] = {0, 0, 0, 0};
+    if (((turn + 1) * kConsumers <= kAll || head < kHeads) && w.head + head < p.heads)
+      all[turn] = *reinterpret_cast<const uint4*>(q + head * p.q_head_stride + 8 * chunk);
+  }
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
+    if ((turn + 1) * kConsumers > kAll && head >= kHeads) break;
+    uint4 v = all[turn];
     if (chunk < kLatent / 8) {
       v = {multiply_bf16_pairs(v.x, p.q_factor), multiply_bf16_pairs(v.y, p.q_factor), multiply_bf16_pairs(v.z, p.q_factor),
            multiply_bf16_pairs(v.w, p.q_factor)};
@@ -280,12 +305,13 @@ __device__ void dump_tile(float* debug, const uint8_t* tile) {
 template <class R>
 __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uint8_t* shared) {
   using S = Plan<R, 64, true>;
-  const int thread = threadIdx.x % 128, half = threadIdx.x / 128;
+  const int thread = threadIdx.x % 128, half = uniform(threadIdx.x / 128);
   const uint32_t base = shared_address(shared);
   const float* bias = reinterpret_cast<const float*>(shared + S::kBias);
   float* stat = reinterpret_cast<float*>(shared + S::kStat);  // [half][head]
   const uint32_t full = base + S::kBarriers, empty = full + 16;
 
+  const uint64_t q_at = descriptor(base + S::kQ, 16, kGroupBytes), p_at = descriptor(base + S::kP, 16, kGroupBytes);
   load_q<R, 64>(p, w, base + S::kQ);
   fence_for_wgmma();
   named_barrier(kAllConsumers, kConsumers);
@@ -301,12 +327,14 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     barrier_wait(full + 8 * buffer, turn >> 1 & 1);
     NUMINOUS_DUMP(dump_tile<R>(p.debug, shared + S::kTiles))
 
+    const uint64_t k_at = descriptor(k + k_major_step(kTile, 32 * half, 0), 16, kGroupBytes);
+    const uint64_t v_at = descriptor(k + mn_major_step(4 * half, 0), kTilePanelBytes, kGroupBytes);
     float s[16];  // [head, 32 rows]
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < R::kPanels * 4; ++step)
-      wgmma<false, false>(s, descriptor(base + S::kQ + k_major_step(64, 0, step), 16, kGroupBytes),
-                          descriptor(k + k_major_step(kTile, 32 * half, step), 16, kGroupBytes), step > 0);
+      wgmma<false, false>(s, further(q_at, k_major_step(64, 0, step)),
+                          further(k_at, k_major_step(kTile, 0, step)), step > 0);
     wgmma_commit();
     wgmma_wait();
     hold(s);
@@ -331,7 +359,8 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
       const float other = stat[(half ^ 1) * 64 + fragment_row(thread, 2 * r)];
       const float now = fmaxf(most[r], fmaxf(top[r], other));
       const float by = exponent_of(p, now);
-      alpha[r] = exp2_fast(most[r] * p.scale_log2 - by);
+      // Not exp2 of the difference: that is contracted to an FMA and not 1 where the maximum stays.
+      alpha[r] = now == most[r] ? 1.0f : exp2_fast(most[r] * p.scale_log2 - by);
       most[r] = now;
       top[r] = by;
       sum[r] *= alpha[r];
@@ -360,8 +389,8 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step)
-      wgmma<false, true>(o, descriptor(base + S::kP + k_major_step(64, 0, step), 16, kGroupBytes),
-                         descriptor(k + mn_major_step(4 * half, step), kTilePanelBytes, kGroupBytes), true);
+      wgmma<false, true>(o, further(p_at, k_major_step(64, 0, step)),
+                         further(v_at, mn_major_step(0, step)), true);
     wgmma_commit();
     wgmma_wait();
     hold(o);
@@ -426,12 +455,14 @@ template <class R, int kHeads>
 __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, uint8_t* shared) {
   using S = Plan<R, kHeads, false>;
   constexpr int kRegisters = kHeads / 2, kColumns = kHeads / 4;  // of a fragment [64, heads]; heads that a thread has
-  const int thread = threadIdx.x % 128, group = threadIdx.x / 128;
+  const int thread = threadIdx.x % 128, group = uniform(threadIdx.x / 128);
   const uint32_t base = shared_address(shared);
   const float* bias = reinterpret_cast<const float*>(shared + S::kBias) + group * kTile;
   float* stat = reinterpret_cast<float*>(shared + S::kStat) + group * 4 * kHeads;  // [warp][head]
   const uint32_t full = base + S::kBarriers + 8 * group, empty = full + 16;
   const uint32_t k = base + S::kTiles + group * R::kTileBytes, probabilities = base + S::kP + group * S::kPBytes;
+  const uint64_t q_at = descriptor(base + S::kQ, 16, kGroupBytes), p_at = descriptor(probabilities, 16, kGroupBytes);
+  const uint64_t k_at = descriptor(k, 16, kGroupBytes), v_at = descriptor(k, kTilePanelBytes, kGroupBytes);
   load_q<R, kHeads>(p, w, base + S::kQ);
   fence_for_wgmma();
   named_barrier(kAllConsumers, kConsumers);
@@ -455,8 +486,8 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < R::kPanels * 4; ++step)
-      wgmma<false, false>(s, descriptor(k + k_major_step(kTile, 0, step), 16, kGroupBytes),
-                          descriptor(base + S::kQ + k_major_step(kHeads, 0, step), 16, kGroupBytes), step > 0);
+      wgmma<false, false>(s, further(k_at, k_major_step(kTile, 0, step)),
+                          further(q_at, k_major_step(kHeads, 0, step)), step > 0);
     wgmma_commit();
     wgmma_wait();
     hold(s);
@@ -480,7 +511,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     if (__any_sync(~0u, !same)) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const float alpha = exp2_fast(most[c] * p.scale_log2 - exponent_of(p, top[c]));
+        const float alpha = top[c] == most[c] ? 1.0f : exp2_fast(most[c] * p.scale_log2 - exponent_of(p, top[c]));
         most[c] = top[c];
         sum[c] *= alpha;
 #pragma unroll
@@ -511,8 +542,8 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     for (int panel = 0; panel < kLatentPanels; ++panel)
 #pragma unroll
       for (int step = 0; step < kTile / 16; ++step)
-        wgmma<true, false>(o[panel], descriptor(k + mn_major_step(panel, step), kTilePanelBytes, kGroupBytes),
-                           descriptor(probabilities + k_major_step(kHeads, 0, step), 16, kGroupBytes), true);
+        wgmma<true, false>(o[panel], further(v_at, mn_major_step(panel, step)),
+                           further(p_at, k_major_step(kHeads, 0, step)), true);
     wgmma_commit();
     wgmma_wait();
 #pragma unroll
@@ -588,6 +619,7 @@ __device__ __forceinline__ void attend(const Params& p) {
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
   const Work w = work_of(p, kHeads);
+  if (p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
   if (w.begin == w.end && p.splits > 1) {  // nothing to do, and the others do not have to know more
     const int head = w.head + threadIdx.x;
@@ -629,34 +661,45 @@ NUMINOUS_KERNEL(wide, 384, 64, true)
 NUMINOUS_KERNEL(narrow_32, 384, 32, false)
 NUMINOUS_KERNEL(narrow_16, 512, 16, false)
 
-// A head of a token from its splits: weights 2^(lse - largest). Block: one head, four values a thread.
+// A head of a token from its splits: weights 2^(lse - largest). Block: a quarter of a head's values. Lanes 8 g … 8 g + 7 of a warp take
+// splits g, g + 4, …, so that parts are under way at the same time, 32 consecutive values of each.
 extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant__ numinous::Params p) {
   using namespace numinous;
   wait_for_grid_before();
   const int64_t token = blockIdx.x / p.heads;
   const int head = blockIdx.x % p.heads;
+  constexpr int kGroups = 4;
+  const int group = threadIdx.x / 8 % kGroups, column = 4 * int(blockIdx.y * 32 + threadIdx.x / 32 * 8 + threadIdx.x % 8);
   const float* lse = p.part_lse + token * p.splits * p.heads + head;
-  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + 4 * threadIdx.x;
+  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + column;
   float top = -kInf;
-  for (int split = 0; split < p.splits; ++split) top = fmaxf(top, lse[int64_t(split) * p.heads]);
+  for (int split = group; split < p.splits; split += kGroups) top = fmaxf(top, lse[split * p.heads]);
+  for (int lanes = 8; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
   const float by = top == -kInf ? 0.0f : top;
   float sum = 0.0f;
   float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-  for (int split = 0; split < p.splits; ++split) {
-    const float own = lse[int64_t(split) * p.heads];
-    if (own == -kInf) continue;  // its part is not written
-    const float weight = exp2f(own - by);
-    const float4 v = *reinterpret_cast<const float4*>(part + int64_t(split) * p.heads * kLatent);
+#pragma unroll 2
+  for (int split = group; split < p.splits; split += kGroups) {
+    const float own = lse[split * p.heads];
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (own != -kInf) v = *reinterpret_cast<const float4*>(part + int64_t(split) * p.heads * kLatent);  // else it is not written
+    const float weight = own == -kInf ? 0.0f : exp2f(own - by);
     sum += weight;
     total = {total.x + weight * v.x, total.y + weight * v.y, total.z + weight * v.z, total.w + weight * v.w};
   }
+#pragma unroll
+  for (int lanes = 8; lanes < 32; lanes *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, lanes);
+    total = {total.x + __shfl_xor_sync(~0u, total.x, lanes), total.y + __shfl_xor_sync(~0u, total.y, lanes),
+             total.z + __shfl_xor_sync(~0u, total.z, lanes), total.w + __shfl_xor_sync(~0u, total.w, lanes)};
+  }
+  if (group != 0) return;
   const bool none = sum == 0.0f;
   float all = sum;
   if (p.sink != nullptr && !none) all += exp2f(p.sink[head] * kLog2E - by);
   const float factor = none ? 0.0f : 1.0f / all;
   const int64_t row = token * p.heads + head;
-  *reinterpret_cast<uint2*>(p.out + row * kLatent + 4 * threadIdx.x) =
+  *reinterpret_cast<uint2*>(p.out + row * kLatent + column) =
       uint2{bf16_pair(total.x * factor, total.y * factor), bf16_pair(total.z * factor, total.w * factor)};
-  if (threadIdx.x == 0) p.lse[row] = none ? -kInf : (by + log2f(sum)) * kLn2;
+  if (column == 0) p.lse[row] = none ? -kInf : (by + log2f(sum)) * kLn2;
 }

@@ -59,6 +59,11 @@ NUMINOUS_HD uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t str
          uint64_t((stride & 0x3ffff) >> 4) << 32 | uint64_t(1) << 62;
 }
 
+// The descriptor of what lies `offset` bytes further; below 2^18 nothing is carried out of the address's bits.
+NUMINOUS_HD uint64_t further(uint64_t descriptor, uint32_t offset) {
+  return descriptor & 0xffffffff00000000u | uint32_t(uint32_t(descriptor) + (offset >> 4));
+}
+
 constexpr uint32_t kGroupBytes = 1024;  // 8 rows of 128 bytes
 
 // Offset of step `k` (16 inner values) of a K-major operand whose panels have `rows` rows, from row `first` on (a multiple of 8).

@@ -82,6 +82,9 @@ __device__ __forceinline__ void wgmma(float (&d)[128], uint64_t a, uint64_t b, b
       : "l"(a), "l"(b), "r"(int(add)), "n"(int(kMnMajorA)), "n"(int(kMnMajorB)));
 }
 
+// The same in all lanes of a warp, and known to be so: descriptors stay in uniform registers.
+__device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
+
 // --- Barriers ---------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -92,6 +95,7 @@ __device__ __forceinline__ uint8_t* dynamic_shared() {
 }
 
 __device__ __forceinline__ void wait_for_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void start_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void fence_after_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
