@@ -11,11 +11,10 @@
 //           warpgroups with every other tile each and a softmax of its own; they meet at the end.
 //
 // No raw bytes go through shared memory: its bandwidth is what few heads are bound by (docs/deep-dives/sparse-mla-decode.md),
-// and with 64 heads there is no room. `layout.cuh` has every address, `sm90.cuh` every instruction.
+// and with 64 heads there is no room. `layout.cuh` has every address, `sm90.cuh` every instruction, `common.cuh`
+// what does not depend on either.
 //
 // Compiled once for each width of a row, NUMINOUS_WIDTH. With NUMINOUS_DEBUG=1, block 0 writes its first K tile, S and P to `debug`.
-
-#include <cmath>
 
 #include "layout.cuh"
 #ifdef NUMINOUS_MODEL  // the tests' model of a block of threads on the CPU
@@ -23,161 +22,14 @@
 #else
 #include "sm90.cuh"
 #endif
+#include "common.cuh"
 
 namespace numinous {
-
-struct Params {
-  const uint16_t* q;       // bf16 [requests, queries, heads, 512 + rope]
-  const uint8_t* pool;
-  const void* index;       // ids [tokens, width], or pages [requests, width / 64]; int32 or int64
-  const int* lengths;      // [requests], dense only
-  const float* sink;       // [heads], or null
-  uint16_t* out;           // bf16 [tokens, heads, 512]
-  float* lse;              // [tokens, heads], natural
-  float* part_out;         // [tokens, splits, heads, 512], where splits > 1
-  float* part_lse;         // [tokens, splits, heads], base 2
-  float* debug;
-  int64_t q_request_stride, q_query_stride, q_head_stride;  // elements
-  int64_t pool_stride;                                      // bytes
-  int64_t index_stride;                                     // elements from token to token, dense: from request to request
-  int64_t slots;
-  int tokens, queries, heads, width, splits, wide_ids;
-  float scale_log2;   // of scores of what tiles hold, times log2(e)
-  float out_scale;    // from what tiles hold to values
-  uint32_t q_factor;  // pair of bf16 that multiplies the latent part of q: a power of two
-};
-
-constexpr int kConsumers = 256;
-constexpr float kInf = INFINITY;
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Names of barriers; 0 is __syncthreads.
 constexpr int kAllConsumers = 1, kOneWarpgroup = 2;
 
-struct Work {
-  int token, request, query, head, split, begin, end, length;  // tiles begin … end of a list of `length` entries
-};
-
-__device__ __forceinline__ Work work_of(const Params& p, int heads_of_block) {
-  Work w;
-  w.token = blockIdx.x / p.splits;
-  w.split = blockIdx.x % p.splits;
-  w.request = w.token / p.queries;
-  w.query = w.token % p.queries;
-  w.head = blockIdx.y * heads_of_block;
-  w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
-  const int tiles = tiles_of(w.length);
-  w.begin = first_tile(tiles, p.splits, w.split);
-  w.end = first_tile(tiles, p.splits, w.split + 1);
-  return w;
-}
-
 // --- Producers ----------------------------------------------------------------------------------------------------------------
-
-// What the table has for a row: nothing is done with it before it is used, so that its load is not waited for.
-struct Entry {
-  int low, high;
-};
-
-// Entry of row `row` of a tile; negative where there is none.
-__device__ __forceinline__ Entry entry_of(const Params& p, const Work& w, int tile, int row) {
-  const int at = tile * kTile + row;
-  Entry e = {-1, -1};
-  if (tile >= w.end || at >= w.length) return e;
-  const int64_t from = p.lengths != nullptr ? w.request * p.index_stride + tile : w.token * p.index_stride + at;
-  const int* id = static_cast<const int*>(p.index) + (p.wide_ids ? 2 * from : from);
-  e.low = id[0];
-  if (p.wide_ids) e.high = id[1];
-  return e;
-}
-
-// Slot of an entry; negative where there is none.
-__device__ __forceinline__ int64_t slot_of(const Params& p, Entry e, int row) {
-  const int64_t id = int64_t(p.wide_ids ? e.high : e.low >> 31) << 32 | uint32_t(e.low);
-  if (p.lengths == nullptr) return id;
-  return id < 0 || id > p.slots / kTile ? -1 : id * kTile + row;
-}
-
-// What one producer holds of one row: a quarter of it, and all of its scales.
-template <class R>
-struct Raw {
-  uint4 codes[R::kChunks];
-  uint4 scales[R::kFourBit ? 2 : 1];
-  uint4 rope[R::kRope ? (R::kFourBit ? 1 : 2) : 1];
-  bool valid;
-
-  __device__ __forceinline__ void fetch(const Params& p, int64_t slot, int quarter) {
-    valid = slot >= 0 && slot < p.slots;
-    const uint4 zero = {0, 0, 0, 0};
-    const uint8_t* row = p.pool + (valid ? slot : 0) * p.pool_stride;
-    const uint8_t* mine = row + 16 * quarter;  // chunk_of(quarter, k) is quarter + 4k
-#pragma unroll
-    for (int k = 0; k < R::kChunks; ++k) codes[k] = valid ? load_row(mine + 16 * chunk_of(0, k)) : zero;
-#pragma unroll
-    for (int k = 0; k < (R::kFourBit ? 2 : 1); ++k) scales[k] = valid ? load_row(row + R::kScaleAt + 16 * k) : zero;
-    if constexpr (R::kRope) {
-#pragma unroll
-      for (int k = 0; k < (R::kFourBit ? 1 : 2); ++k)
-        rope[k] = valid ? load_row(mine + R::kRopeAt + 16 * chunk_of(0, k)) : zero;
-    }
-  }
-};
-
-__device__ __forceinline__ uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-
-// Four E4M3 codes times a factor as two pairs of bf16.
-__device__ __forceinline__ void four_e4m3(uint32_t codes, float factor, uint32_t& first, uint32_t& second) {
-  const float2 a = e4m3_values(codes), b = e4m3_values(codes >> 16);
-  first = bf16_pair(a.x * factor, a.y * factor);
-  second = bf16_pair(b.x * factor, b.y * factor);
-}
-
-template <class R>
-__device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row, int quarter) {
-  const uint32_t first = tile + swizzled(kTile, row, (R::kFourBit ? 32 : 16) * quarter);
-  if constexpr (R::kFourBit) {
-#pragma unroll
-    for (int k = 0; k < R::kChunks; ++k) {
-      // Chunk c has blocks 2c and 2c + 1; c = quarter + 4k, so that their scales are half a word of 8k + 2 × quarter … bytes.
-      const uint32_t four = quarter & 2 ? word(raw.scales[k / 2], k % 2 * 2 + 1) : word(raw.scales[k / 2], k % 2 * 2);
-      const float2 scale = e4m3_values(quarter & 1 ? four >> 16 : four);
-      const uint32_t scales[2] = {bf16_pair(scale.x * kScaleUnit, scale.x * kScaleUnit),
-                                  bf16_pair(scale.y * kScaleUnit, scale.y * kScaleUnit)};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t codes = word(raw.codes[k], j), by = scales[j / 2];
-        store_shared(stored<R>(first, k, j),
-                     uint4{multiply_bf16_pairs(e2m1_pair(codes, 0), by), multiply_bf16_pairs(e2m1_pair(codes, 1), by),
-                           multiply_bf16_pairs(e2m1_pair(codes, 2), by), multiply_bf16_pairs(e2m1_pair(codes, 3), by)});
-      }
-    }
-    if constexpr (R::kRope) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4 v;
-        four_e4m3(word(raw.rope[0], 2 * half), kHeld, v.x, v.y);
-        four_e4m3(word(raw.rope[0], 2 * half + 1), kHeld, v.z, v.w);
-        store_shared(tile + swizzled(kTile, row, kLatent + 16 * quarter + 8 * half), v);
-      }
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < R::kChunks; ++k) {
-      const float scale = __uint_as_float(word(raw.scales[0], k / 2));  // chunk quarter + 4k is in group k / 2
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint4 v;
-        four_e4m3(word(raw.codes[k], 2 * half), scale, v.x, v.y);
-        four_e4m3(word(raw.codes[k], 2 * half + 1), scale, v.z, v.w);
-        store_shared(stored<R>(first, k, half), v);
-      }
-    }
-    if constexpr (R::kRope) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) store_shared(tile + swizzled(kTile, row, kLatent + 8 * chunk_of(quarter, k)), raw.rope[k]);
-    }
-  }
-}
 
 // A warpgroup of `kGroups` that fill tiles. Rows are under way in registers while the consumers work on the tile before.
 template <class R, int kGroups>
@@ -215,75 +67,6 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
 }
 
 // --- Consumers ----------------------------------------------------------------------------------------------------------------
-
-// What is subtracted from exponents under a largest score: that score, but never infinity from infinity.
-__device__ __forceinline__ float exponent_of(const Params& p, float most) {
-  return most == -kInf ? 0.0f : most * p.scale_log2;
-}
-
-// Heads head … head + kHeads of q into panels, in the order in which tiles hold a row; heads that are none as zeros.
-template <class R, int kHeads>
-__device__ __forceinline__ void load_q(const Params& p, const Work& w, uint32_t to) {
-  constexpr int kChunksOfHead = R::kPanels * 8;
-  const uint16_t* q = p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + w.head * p.q_head_stride;
-  constexpr int kAll = kHeads * kChunksOfHead, kTurns = (kAll + kConsumers - 1) / kConsumers;
-  uint4 all[kTurns];  // all loads under way at once
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    all[turn] = {0, 0, 0, 0};
-    if (((turn + 1) * kConsumers <= kAll || head < kHeads) && w.head + head < p.heads)
-      all[turn] = *reinterpret_cast<const uint4*>(q + head * p.q_head_stride + 8 * chunk);
-  }
-#pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    if ((turn + 1) * kConsumers > kAll && head >= kHeads) break;
-    uint4 v = all[turn];
-    if (chunk < kLatent / 8) {
-      v = {multiply_bf16_pairs(v.x, p.q_factor), multiply_bf16_pairs(v.y, p.q_factor), multiply_bf16_pairs(v.z, p.q_factor),
-           multiply_bf16_pairs(v.w, p.q_factor)};
-      if constexpr (R::kFourBit)  // dim_of_position: values i and i + 4 side by side
-        v = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-             __byte_perm(v.y, v.w, 0x7632)};
-    }
-    store_shared(to + swizzled(kHeads, head, 8 * chunk), v);
-  }
-}
-
-// The stage's heads to memory: final, or a split's part.
-__device__ __forceinline__ void store_output(const Params& p, const Work& w, const float* stage, int heads_of_block) {
-  const int heads = min(heads_of_block, p.heads - w.head);
-  for (int i = threadIdx.x; i < heads * (kLatent / 4); i += kConsumers) {
-    const int head = i / (kLatent / 4), four = i % (kLatent / 4);
-    const float4 v = *reinterpret_cast<const float4*>(stage + head * kStageStride + 4 * four);
-    if (p.splits == 1) {
-      const int64_t row = int64_t(w.token) * p.heads + w.head + head;
-      *reinterpret_cast<uint2*>(p.out + row * kLatent + 4 * four) = uint2{bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
-    } else {
-      const int64_t row = (int64_t(w.token) * p.splits + w.split) * p.heads + w.head + head;
-      *reinterpret_cast<float4*>(p.part_out + row * kLatent + 4 * four) = v;
-    }
-  }
-}
-
-// Factor of a head's sum of rows, whose largest score is `most` (in units of the tiles) and whose weights add up to `sum`; its
-// lse is stored by whoever `writes`.
-__device__ __forceinline__ float finish(const Params& p, const Work& w, int head, float most, float sum, bool writes) {
-  const bool none = sum == 0.0f;
-  const float top = most * p.scale_log2;
-  float total = sum;
-  if (w.head + head < p.heads) {
-    const float lse = none ? -kInf : top + log2_fast(sum);
-    if (p.splits == 1) {
-      if (writes) p.lse[int64_t(w.token) * p.heads + w.head + head] = lse * kLn2;
-      if (p.sink != nullptr && !none) total += exp2f(p.sink[w.head + head] * kLog2E - top);
-    } else if (writes) {
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + w.head + head] = lse;
-    }
-  }
-  return none ? 0.0f : p.out_scale / total;
-}
 
 #ifdef NUMINOUS_DEBUG
 constexpr int kDebugS = kTile * 576, kDebugP = kDebugS + 64 * kTile;  // debug: K [64][576], S [64 heads][64], P [64 heads][64]
@@ -660,46 +443,3 @@ __device__ __forceinline__ void attend(const Params& p) {
 NUMINOUS_KERNEL(wide, 384, 64, true)
 NUMINOUS_KERNEL(narrow_32, 384, 32, false)
 NUMINOUS_KERNEL(narrow_16, 512, 16, false)
-
-// A head of a token from its splits: weights 2^(lse - largest). Block: a quarter of a head's values. Lanes 8 g … 8 g + 7 of a warp take
-// splits g, g + 4, …, so that parts are under way at the same time, 32 consecutive values of each.
-extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant__ numinous::Params p) {
-  using namespace numinous;
-  wait_for_grid_before();
-  const int64_t token = blockIdx.x / p.heads;
-  const int head = blockIdx.x % p.heads;
-  constexpr int kGroups = 4;
-  const int group = threadIdx.x / 8 % kGroups, column = 4 * int(blockIdx.y * 32 + threadIdx.x / 32 * 8 + threadIdx.x % 8);
-  const float* lse = p.part_lse + token * p.splits * p.heads + head;
-  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + column;
-  float top = -kInf;
-  for (int split = group; split < p.splits; split += kGroups) top = fmaxf(top, lse[split * p.heads]);
-  for (int lanes = 8; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-  const float by = top == -kInf ? 0.0f : top;
-  float sum = 0.0f;
-  float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 2
-  for (int split = group; split < p.splits; split += kGroups) {
-    const float own = lse[split * p.heads];
-    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (own != -kInf) v = *reinterpret_cast<const float4*>(part + int64_t(split) * p.heads * kLatent);  // else it is not written
-    const float weight = own == -kInf ? 0.0f : exp2f(own - by);
-    sum += weight;
-    total = {total.x + weight * v.x, total.y + weight * v.y, total.z + weight * v.z, total.w + weight * v.w};
-  }
-#pragma unroll
-  for (int lanes = 8; lanes < 32; lanes *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, lanes);
-    total = {total.x + __shfl_xor_sync(~0u, total.x, lanes), total.y + __shfl_xor_sync(~0u, total.y, lanes),
-             total.z + __shfl_xor_sync(~0u, total.z, lanes), total.w + __shfl_xor_sync(~0u, total.w, lanes)};
-  }
-  if (group != 0) return;
-  const bool none = sum == 0.0f;
-  float all = sum;
-  if (p.sink != nullptr && !none) all += exp2f(p.sink[head] * kLog2E - by);
-  const float factor = none ? 0.0f : 1.0f / all;
-  const int64_t row = token * p.heads + head;
-  *reinterpret_cast<uint2*>(p.out + row * kLatent + column) =
-      uint2{bf16_pair(total.x * factor, total.y * factor), bf16_pair(total.z * factor, total.w * factor)};
-  if (column == 0) p.lse[row] = none ? -kInf : (by + log2f(sum)) * kLn2;
-}
