@@ -356,6 +356,29 @@ def test_a_package_without_kernels_ends_well(session, pytester):
     result.stdout.fnmatch_lines(["device tier not run: no such tests here"])
 
 
+def test_what_is_run_again_counts_once(session, pytester):
+    """As in the CI: by its last outcome, and no more of them than allowed."""
+    pytester.makepyfile(
+        """
+        import pytest
+
+        runs = []
+
+        @pytest.mark.tier("ref")
+        @pytest.mark.parametrize("name", ["steady", "flaky", "broken"])
+        def test_ref(name):
+            runs.append(name)
+            assert name == "steady" or (name == "flaky" and runs.count(name) > 1)
+        """
+    )
+    options = ("--tier", "ref", "--reruns", "1", "--max-suite-reruns")
+    for most, passed, failed in (("2", 2, 1), ("0", 1, 2)):
+        result, report = session(*options, most)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        result.assert_outcomes(passed=passed, failed=failed)
+        assert report["tiers"]["ref"]["cpu"] == cell(passed=passed, failed=failed)
+
+
 def test_a_misspelt_selection_does_not_end_well(session, pytester):
     pytester.makepyfile(LIGHT)
     result, _ = session("--tier", "ref", "-k", "nothing_is_called_so")

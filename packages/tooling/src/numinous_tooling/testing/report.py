@@ -60,7 +60,9 @@ class TierReport:
             self.uncollected[report.nodeid] = reason(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note an outcome; a failure in any phase counts."""
+        """Note an outcome; a failure in any phase counts, unless pytest-rerunfailures runs the test again."""
+        if report.outcome == "rerun":  # type: ignore[comparison-overlap]
+            return
         outcome = "not_run" if report.skipped else report.outcome
         entry = self.entries.get(report.nodeid)
         if entry is None:
