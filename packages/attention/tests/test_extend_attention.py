@@ -167,6 +167,24 @@ def test_past_2_31_elements_on_the_gpu(gpu: torch.device) -> None:
     OP.compare(many, OP.implementations["triton"].run(many, inputs), OP.reference(many, inputs))
 
 
+@pytest.mark.tier("interpret")
+def test_pointers_beyond_their_lists() -> None:
+    """Rows and ids end where their tensors do; rows that belong to no request are left alone; a captured grid takes other lengths."""
+    case = Case("6_5", "9_20", dim=16, layout="padded")
+    inputs = OP.make_inputs(case, 1, CPU)  # 5 and 6 rows behind 20 and 9 ids
+    assert inputs["qo_indptr"].tolist() == [0, 5, 11]
+    inputs["q"] = inputs["q"].nan_to_num()
+    inputs |= {x: inputs[x].nan_to_num() for x in ("k", "v")}
+    inputs["qo_indptr"][:] = torch.tensor([2, 8, 99])
+    inputs["kv_indptr"][:] = torch.tensor([3, 15, 1000])
+    out = extend_attention(**inputs, **bench._options(case)).out
+    ends = {"qo_indptr": torch.tensor([2, 8, len(out)]), "kv_indptr": torch.tensor([3, 15, 29])}
+    untouched = torch.full_like(out, 7.0)
+    want = kernels.reference(**{**inputs, **ends, "out": untouched}, **bench._options(case))
+    assert bool((out[:2] == 7.0).all())
+    torch.testing.assert_close(out.double(), want["out"], rtol=0.02, atol=0.02)
+
+
 def test_parts() -> None:
     """Head dims of models, and those that are no sum of two."""
     found = {dim: kernels.parts(dim) for dim in (16, 64, 80, 96, 128, 192, 256, 288, 512)}

@@ -18,20 +18,23 @@
 *Tiles*     A program has M rows, (token, head of the group) pairs in the order of q, so that 8 tokens × 8 heads fill 64 rows and no group size wastes one, and walks
             tiles of N keys: first the prefix, then the chunk. It starts at the first tile that the window of its first token reaches and ends with the tile of its last token.
             Skipped tiles would have left maxima, sums and output as they were: the result has the same bits.
-*Bytes*     M rows read 2 · (D + D_v) bytes a key, so FLOPs a byte = M: 64 rows against 186 (790 TFLOP/s over 4.25 TB/s) is bound by memory on paper, but heads of KV are walked one
-            after the other and live in L2 (8192 keys of D 512: 16 MB). One program a query head instead, as stock has it, asks for heads / kv_heads times as much.
+*Bytes*     Each key costs a program 2 · (D + D_v) bytes and 2 · M · (D + D_v) FLOPs: M FLOPs a byte, asked of L2, where the K and V of one head lie (8192 keys of D 512: 16 MB; heads
+            are walked one after the other). M counts, not how it is made up: M tokens of one head read as many. But M / group tokens walk fewer keys beyond a diagonal or a window, and
+            fill their rows with chunks that many times shorter.
 
-D = D_v = 512, bf16, what a multiprocessor must hold (64 × 512 × 2 bytes = 64 KB, "KB" = 1024):
+D = D_v = 512, bf16: what a program holds. 64 rows or keys of 512 values are 64 KB ("KB" = 1024), the output is rows · 512 fp32 values in registers.
 
-    |                         | rows × keys, warps | Q in shared | K + V, buffers        | shared together       | output fp32, registers a thread |
-    | sm90 (227 KB, 64 K regs)| 64 × 32, 8         | 64 KB       | 2 × (32 + 32) KB      | 192 KB + P 4 KB       | 64 · 512 / 256 = 128 of 255     |
-    |                         | 64 × 64, 8         | 64 KB       | 1 × (64 + 64) KB      | 192 KB + P 8 KB       | 128                             |
-    |                         | 128 × 64, 8        | 128 KB      | 1 × (64 + 64): over   | 256 KB: does not fit  | 256: does not fit               |
-    | sm120 (99 KB)           | 32 × 32, 8         | 32 KB       | 1 × (32 + 32) KB      | 96 KB + P 2 KB        | 64                              |
-    | gfx950 (160 KB LDS)     | 64 × 32, 8 × 64    | in registers| 1 × (32 + 32) KB      | 64 KB + P             | 64 of 512                       |
+    architecture, limit       rows × keys, warps   Q       K and V            together        output, registers a thread
+    sm90, 227 KB              64 × 32, 8           64 KB   2 · (32 + 32) KB   192 KB          64 · 512 / 256 = 128 of 255
+                              64 × 64, 8           64 KB   2 · (64 + 64) KB   320 KB: over    128
+                              128 × 64, 8          128 KB                                     256: over
+    sm100, 227 KB, 512        128 × 32, 8, half V  128 KB  2 · (32 + 16) KB   224 KB          256 columns of 512, and S and P beside them;
+    columns of tensor memory                                                                  whole: 512 + 16 of 512: over
+    sm120, 99 KB              32 × 16, 8           32 KB   2 · (16 + 16) KB   96 KB at most   64
+    gfx950, 160 KB            64 × 32, 8 of 64     0       1 · (32 + 32) KB   64 KB at most   64 of 512
 
-128 rows fit only as two passes of 256 values of V, with S of 512 twice: 3/2 of the FLOPs, 527 TFLOP/s at best on 790. 64 rows keep one pass; what they pay on Hopper is
-shared memory: S of 64 × 64 reads Q once for each of the two warpgroups. See docs/deep-dives/extend-512.md.
+128 rows fit on Hopper only with half of V each, so that S of 512 is made twice: 3/2 of the FLOPs, 527 TFLOP/s at best of 790. There 64 rows keep one pass; on sm100, where tensor
+cores take no fewer rows and tensor memory does not hold 64 × 512 beside S, two programs share V ("half V"). What bounds which: docs/deep-dives/extend-512.md.
 *Arch*      see catalog.py.
 """
 
@@ -459,7 +462,7 @@ TILES: dict[str, dict[int, Tile]] = {
     "sm90": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3), 512: Tile(64, 32, 8, 2)},
     "sm100": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2), 512: Tile(128, 32, 8, 2, True)},
     "sm120": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 2)},
-    "gfx950": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(64, 64, 4, 1), 512: Tile(64, 32, 8, 1)},
+    "gfx950": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 1), 512: Tile(64, 32, 8, 1)},
     # The interpreter: small, so that tests have several tiles.
     "cpu": {512: Tile(16, 16, 4, 1)},
 }  # fmt: skip

@@ -132,6 +132,9 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
         ids[2] = ids[3]
     if case.pool == "fp8":
         k_pool, v_pool = (x.to(torch.float8_e4m3fn) for x in (k_pool, v_pool))
+    if seed and not case.peers and not case.mask:
+        # A captured graph is replayed with other lengths.
+        chunks, prefixes = chunks[::-1], prefixes[::-1]
     inputs: Tensors = {
         "q": q,
         "k": k,
@@ -545,14 +548,14 @@ SMALL = (
 
 LARGE = (
     Case("300_17_0_1", "700_0_90_1500", 8, 2, 512, sink=True),
-    Case("511_64", "65_1024", 32, 16, 256, window=200, ids="int64"),
-    Case("130", "4000", 32, 4, 512, pool="fp8", holes=True),
+    Case("511_64", "65_1024", 8, 4, 256, window=200, ids="int64"),
+    Case("130", "1500", 16, 2, 512, pool="fp8", holes=True),
     Case("700", "129", 12, 4, 192, 128, cap=30.0, layout="sliced"),
     Case("257", "300", 6, 2, 96, 96, causal=False, window=64),
     Case("63_64_65", "127_128_129", 16, 2, 128, mask="tree", causal=False),
     Case("300", "50", 16, 8, 256, mask="span", causal=False, window=100, lost=7, mask_prefix=True),
     Case("100", "100", 8, 1, 64, kind="float32"),
-    Case("17_40_333_700_90_256_64_128_500_600_33_18_77_410_222_300", "900_" * 16, 8, 4, 128),
+    Case("17_40_333_700_90_256_64_128_500_600_33_18_77_410_222_300", "250_" * 16, 8, 4, 128),
 )  # fmt: skip
 
 
@@ -617,7 +620,7 @@ OP = Op(
         # Of D 512 the programs of a B200 have half of V.
         _binary("d512", Case("5", "35", 8, 1, 512), ("sm90", "sm120", "gfx950"), quick=True),
         _binary("d512_half", Case("5", "35", 8, 1, 512), ("sm100", "sm103")),
-        _binary("d512_fp8", Case("130", "4000", 32, 4, 512, pool="fp8"), ARCHS),
+        _binary("d512_fp8", LARGE[2], ARCHS),
         _binary("d256_window", LARGE[1], ARCHS),
         _binary("d192_128_cap", LARGE[3], ARCHS),
         _binary("d128", LARGE[8], ARCHS),
