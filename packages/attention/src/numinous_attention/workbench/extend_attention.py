@@ -516,6 +516,8 @@ def _binary(name: str, case: Case, archs: Sequence[str], *, quick: bool = False)
         aligned=(*pointers, *strides),
         options={arch: options_of(arch, tile_on(arch)) for arch in archs},
         archs=archs,
+        # Products of a warpgroup, of tensor memory, of AMD's matrix units: a tile that falls back to others is noticed.
+        required={"sm90": ("HGMMA", "LDGSTS"), "sm100": ("UTCHMMA",), "gfx950": ("v_mfma",)},
         quick=quick,
     )  # fmt: skip
 
