@@ -186,10 +186,20 @@ def test_all_tiers_of_an_op_and_its_planted_faults(session, pytester, monkeypatc
         result.stdout.no_fnmatch_line(noise)
 
 
-def test_full_compiles_every_binary(session, pytester):
-    pytester.makepyfile(test_light=LIGHT)
-    _, report = session("--full", "--tier", "ref")
-    assert report["selected"] == {"tiers": ["ref"], "archs": None, "full": True}
+def test_full_compiles_every_binary_and_reaches_the_interpreter(session, pytester):
+    pytester.makepyfile(
+        test_light="""
+        import pytest
+        from numinous_tooling.testing.tiers import selection
+
+        @pytest.mark.tier("interpret")
+        def test_child(request):
+            assert selection(request.config).full
+        """
+    )
+    _, report = session("--full", "--tier", "interpret")
+    assert report["selected"] == {"tiers": ["interpret"], "archs": None, "full": True}
+    assert report["tiers"]["interpret"] == {"cpu": cell(passed=1)}
 
 
 def test_the_interpreter_process(session, pytester):

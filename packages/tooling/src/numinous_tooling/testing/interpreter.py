@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from numinous_tooling.testing.tiers import selection
+
 VARIABLE = "TRITON_INTERPRET"
 TIMEOUT_S = 900.0
 """Limit of the interpreter process of one test module."""
@@ -133,6 +135,8 @@ def _same_settings(config: pytest.Config) -> list[str]:
     ):
         for value in values or ():
             settings += [flag, value]
+    if selection(config).full:
+        settings.append("--full")
     return [*settings, "-p", "numinous_tooling.testing.plugin"]
 
 

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of this package; loads without torch."""
+
+from __future__ import annotations
+
+from numinous_tooling.catalog import Kernel
+
+KERNELS = (
+    Kernel(
+        op="extend_attention",
+        package="attention",
+        declared="numinous_attention.workbench.extend_attention:OP",
+        sentence="Attends from chunks of new tokens over cached prefixes and themselves, head dims to 512; a KV tile is read once for its group of query heads, windows are skipped.",
+        arch=dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled"),
+        peers=("sglang", "flashinfer-fa2", "fa3"),
+    ),
+)

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point `numinous.features` of this package."""
+
+from __future__ import annotations
+
+from numinous_tooling.patching import Feature
+
+
+def features() -> tuple[Feature, ...]:
+    """Every feature of the room; importable without torch and without the engine. None yet."""
+    return ()
