@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First tile of `sparse_mla_decode` (CUDA, sm90a) against the reference, stage by stage: where a wrong run begins to be wrong.
+"""First tile of `sparse_mla_decode` (CUDA, of the GPU it runs on) against the reference, stage by stage: where a wrong run begins to be wrong.
 
     python packages/kv-cache-4bit/benchmarks/debug_sparse_mla_decode.py [--width 352] [--heads 64] [--topk 64]
 
@@ -44,6 +44,13 @@ def differing(name: str, got: torch.Tensor, want: torch.Tensor, relative: float)
     return True
 
 
+def products(device: torch.device) -> kernels.Products:
+    """Those of the kernel that the GPU takes; the Hopper kernel's where there is none."""
+    if device.type == "cpu":
+        return "wgmma"
+    return kernels.MADE_FOR[torch.cuda.get_device_capability(device)]
+
+
 def check(width: int, heads: int, topk: int, device: torch.device) -> bool:
     """Whether any stage differs."""
     case = Case(1, heads, topk, width, splits=1)
@@ -60,9 +67,10 @@ def check(width: int, heads: int, topk: int, device: torch.device) -> bool:
     scores = q[0, 0].double() @ plain.T
     weights = (SM_SCALE * (scores - scores.amax(dim=1, keepdim=True))).exp()
     k, s, p = dump.split([ROWS * WIDTH, HEADS * ROWS, HEADS * ROWS])
-    shown = min(heads, kernels.schedule(heads).heads)
+    plan = kernels.schedule(heads, products(device))
+    shown = min(heads, plan.heads)
     want = kernels.reference(q, pool, sm_scale=SM_SCALE, index=inputs["index"])
-    print(f"width {width}, {heads} heads, {topk} rows: {kernels.schedule(heads).entry}")
+    print(f"width {width}, {heads} heads, {topk} rows: {plan.entry}")
     exact = 0.0 if not row.stock else 2.0**-8
     stages = (
         ("K [row, dimension]", k.view(ROWS, WIDTH)[:topk, : plain.shape[1]], plain * held, exact),
@@ -81,8 +89,8 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 32, 16])
     parser.add_argument("--topk", type=int, default=ROWS, help="1 … 64 rows")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("debug_sparse_mla_decode: needs a Hopper GPU", file=sys.stderr)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in kernels.MADE_FOR:
+        print("debug_sparse_mla_decode: needs a Hopper GPU, B200 or B300", file=sys.stderr)
         return 2
     device = torch.device("cuda")
     wrong = [check(w, h, options.topk, device) for w in options.width for h in options.heads]

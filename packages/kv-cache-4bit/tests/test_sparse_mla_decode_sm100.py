@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kernel_tcgen05.cu, the version for sm100 and sm103, on a model of tcgen05 and tensor memory: no GPU has run it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
+from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.testing.tiers import selection
+from numinous_tooling.workbench import Tensors, case_id
+
+SOURCES = Path(kernels.__file__).parents[1] / "csrc/sparse_mla_decode"
+MODEL = Path(__file__).with_name("sm100_model.h")
+ENTRIES = ("heads_64", "heads_32", "heads_16", "combine")
+RUNNER = """
+#include <string>
+#include "kernel_tcgen05.cu"
+static numinous::Params params;
+static void (*kernel)(const numinous::Params);
+static void once() { kernel(params); }
+extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned x, unsigned y, unsigned threads,
+                                 unsigned shared) {
+  static const struct { std::string name; void (*run)(const numinous::Params); } entries[] = { ENTRIES };
+  kernel = nullptr;
+  for (const auto& one : entries) if (one.name == entry) kernel = one.run;
+  if (kernel == nullptr) return "no such kernel";
+  params = *p;
+  for (unsigned j = 0; j < y; ++j)
+    for (unsigned i = 0; i < x; ++i) {
+      model::block_index = {i, j, 0};
+      if (const char* fault = model::run_block(once, threads, shared)) return fault;
+    }
+  return nullptr;
+}
+using namespace numinous;
+using R = Row<NUMINOUS_WIDTH>;
+"""
+HARNESS = """
+extern "C" void be_eager(int eager) { model::eager = eager; }
+extern "C" unsigned plan_bytes(int heads) {
+  return heads == 64 ? TensorBlockPlan<R, 64>::kBytes : heads == 32 ? TensorBlockPlan<R, 32>::kBytes : TensorBlockPlan<R, 16>::kBytes;
+}
+extern "C" int plan_threads() { return kThreads; }
+extern "C" unsigned instruction(int m, int n, int mn_major_a) { return instruction_of(m, n, mn_major_a); }
+extern "C" unsigned long long operand_at(unsigned address, unsigned leading, unsigned stride) {
+  return tcgen05_descriptor(address, leading, stride);
+}
+"""
+ONLY_16 = ("NUMINOUS_KERNEL(64)\nNUMINOUS_KERNEL(32)\n", "")  # compiles in a third of the time
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`compiled(width, *changes)`: library of kernel_tcgen05.cu with `run_model`, some of its text replaced."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile kernel_tcgen05.cu with")
+    folder = tmp_path_factory.mktemp("model")
+
+    @functools.cache
+    def build(width: int, *changes: tuple[str, str]) -> Any:
+        here = folder / f"{width}-{len(list(folder.iterdir()))}"
+        shutil.copytree(SOURCES, here, ignore=shutil.ignore_patterns("kernel.cu"))
+        for old, new in changes:
+            found = [path for path in here.iterdir() if old in path.read_text()]
+            assert len(found) == 1, f"{old!r} is in {len(found)} files"
+            found[0].write_text(found[0].read_text().replace(old, new))
+        names = ENTRIES[2:] if ONLY_16 in changes else ENTRIES
+        table = ", ".join(f'{{"{name}", {name}}}' for name in names)
+        (here / "harness.cpp").write_text(RUNNER.replace("ENTRIES", table) + HARNESS)
+        library = here / "model.so"
+        command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
+        command += [f"-DNUMINOUS_WIDTH={width}", f'-DNUMINOUS_MODEL="{MODEL}"']
+        command += ["-o", str(library), str(here / "harness.cpp")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:2000]
+        made = ctypes.CDLL(str(library))
+        made.run_model.restype = ctypes.c_char_p
+        made.operand_at.restype = ctypes.c_uint64
+        made.instruction.restype = ctypes.c_uint32
+        return made
+
+    return build
+
+
+def run_model(library: Any, case: Case, inputs: Tensors) -> Tensors:
+    """What `_launch_cuda` does, on the model. Outputs and parts start as NaN."""
+    table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
+    call = kernels._checked(
+        inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
+    )
+    assert call.splits
+    parts = kernels._parts(call, call.splits) if call.splits > 1 else (None, None)
+    for tensor in (call.out, call.lse, *parts):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    run_call(library, call, kernels.cuda_params(call, call.splits, parts))
+    return {"out": call.out, "lse": call.lse}
+
+
+def run_call(library: Any, call: Any, params: Any) -> None:
+    """The launches of a checked call."""
+    plan = kernels.schedule(call.heads, "tcgen05")
+    groups = -(-call.heads // plan.heads)
+    launches = [
+        (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
+    ]
+    if params.splits > 1:
+        launches.append(("combine", call.tokens * call.heads, 4, 128, 0))
+    for entry, x, y, threads, shared in launches:
+        fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
+        assert fault is None, f"{entry}: {fault.decode()}"
+
+
+# --- The source on the model ----------------------------------------------------------------------------------------
+
+MODELLED = [
+    case for case in OP.cases if 0 < case.requests * case.queries * case.heads * case.topk <= 20_000
+]
+
+
+@pytest.mark.parametrize("case", MODELLED, ids=case_id)
+def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
+    """Rows, masks, softmax, splits, every address. Products run as late as they may; under --full as early as they may, too."""
+    full = selection(request.config).full
+    if case.width != 352 and not full:
+        pytest.skip("not in the quick selection: --full compiles and runs rows of other widths")
+    library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    for eager in (1, 0) if full else (0,):
+        library.be_eager(eager)
+        OP.compare(case, run_model(library, case, inputs), want)
+
+
+QUICK_FAULTS = ("P is overwritten while O is under way",)
+FAULTS = {
+    "descriptors of Hopper": ("| uint64_t(1) << 46", "", "bits 46"),
+    "V is not transposed": ("uint32_t(mn_major_a) << 15", "0u", "out"),
+    "half of the latent values": ("kOutRows = 128;", "kOutRows = 64;", "out|lanes|allocated"),
+    "one N for all": ("uint32_t(n / 8) << 17", "uint32_t(8) << 17", "out|allocated|exponent|lse"),
+    "wrong distance of panels": ("tcgen05_descriptor(base + S::kTiles, kTilePanelBytes, kGroupBytes)", "tcgen05_descriptor(base + S::kTiles, 16, kGroupBytes)", "out"),
+    "rows of S where M 128 has them": ("scores = quarter_at(tensor + T::kScores + group * kMine, warp)", "scores = quarter_at(tensor + T::kScores + group * kMine, 0) + (uint32_t(16 * warp) << 16)", "does not reach"),
+    "the address of tensor memory is taken for 0": ("uniform(*reinterpret_cast<const int*>(shared + S::kAddress))", "0", "not allocated|other tensor"),
+    "S of two tiles in one place": ("load_fragment(s, scores + buffer * kHeads)", "load_fragment(s, scores)", "out|lse"),
+    "O is added to what was there": ("kWeigh, turn > 1 || step > 0", "kWeigh, true", "out"),
+    "O is not rescaled": ("o[head] *= by[head];", "o[head] *= 1.0f;", "out"),
+    "a wait for loads is missing": ("          wait_for_loads(o);\n#pragma unroll\n            for (int head = 0; head < kAtOnce; ++head) o", "#pragma unroll\n            for (int head = 0; head < kAtOnce; ++head) o", "under way|out"),
+    "a wait for stores is missing": ("        wait_for_stores();\n", "", "under way"),
+    "P is overwritten while O is under way": ("      barrier_wait(barriers.empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);\n", "", "out"),
+    "P is not awaited": ("      barrier_wait(barriers.weighed, (turn - 1) & 1);\n      fence_after_sync();\n      if", "      fence_after_sync();\n      if", "out|no proxy fence"),
+    "a tile is given back too early": ("    barrier_wait(barriers.empty + 8 * buffer, (turn >> 1 & 1) ^ 1);\n", "", "out|no proxy fence|wait for one another"),
+    "a tile is never given back": ("mma_commit(barriers.empty + 8 * buffer);", "", "wait for one another"),
+    "stores are not shown to the tensor cores": ("    fence_for_mma();\n    fence_before_sync();", "    fence_before_sync();", "no proxy fence"),
+    "no fence behind a wait": ("    barrier_wait(barriers.scored + 8 * buffer, turn >> 1 & 1);\n    fence_after_sync();", "    barrier_wait(barriers.scored + 8 * buffer, turn >> 1 & 1);", "after_thread_sync"),
+    "no fence before an arrival": ("    fence_for_mma();\n    fence_before_sync();", "    fence_for_mma();", "before_thread_sync"),
+    "tensor memory is kept": ("    tensor_memory_give_back(tensor, TensorPlan<kHeads>::kColumns);\n", "", "not given back"),
+    "columns that nobody can have": ("kUsed <= 128 ? 128", "kUsed <= 128 ? 96", "cannot be allocated"),
+    "invalid rows count": ("raw.valid ? 0.0f : -kInf", "0.0f", "out|lse"),
+    "values in the order of positions": ("dim_of_position(R::kFourBit, part * kOutRows + thread)", "part * kOutRows + thread", "out"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureRequest) -> None:
+    """What the model has to see: descriptors, lanes and columns, products under way, fences, allocation."""
+    if fault not in QUICK_FAULTS and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    case = Case(1, 9, 330, pattern="edges", splits=1)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    old, new, seen = FAULTS[fault]
+    library = compiled(case.width, ONLY_16, (old, new))
+    library.be_eager(0)
+    with pytest.raises(AssertionError, match=seen):
+        OP.compare(case, run_model(library, case, inputs), want)
+
+
+def test_faults_are_the_faults(compiled: Any) -> None:
+    """Without one, their case agrees."""
+    case = Case(1, 9, 330, pattern="edges", splits=1)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    OP.compare(case, run_model(compiled(case.width), case, inputs), OP.reference(case, inputs))
+
+
+# --- Addresses ------------------------------------------------------------------------------------------------------
+
+
+def test_layout(compiled: Any) -> None:
+    """Shared memory and threads as the launcher asks for them; tensor memory of the largest block."""
+    library, row = compiled(352), kernels.row_format_of(352)
+    for plan in (kernels.HEADS_16, kernels.HEADS_32, kernels.HEADS_64):
+        assert plan.shared(row) == library.plan_bytes(plan.heads) <= 232448
+        assert plan.threads == library.plan_threads()
+    for heads in range(1, 129):
+        assert kernels.schedule(heads, "tcgen05").heads >= min(heads, 64)
+
+
+def test_descriptors(compiled: Any) -> None:
+    """Bit for bit, from the tables of the PTX manual, written out."""
+    library = compiled(352)
+    #           31 … 24   23 … 17   16 15 14 … 10  9 … 0
+    assert library.instruction(64, 16, 0) == 0b00000100_00000100_00000100_10010000
+    assert library.instruction(64, 64, 0) == 0b00000100_00010000_00000100_10010000
+    assert library.instruction(128, 32, 1) == 0b00001000_00001000_10000100_10010000
+    got = library.operand_at(0x1A400, 8192, 1024)
+    fields = [(0, 14), (14, 2), (16, 14), (30, 2), (32, 14), (46, 3), (49, 3), (52, 1), (53, 8), (61, 3)]  # fmt: skip
+    values = [got >> at & ((1 << size) - 1) for at, size in fields]
+    assert values == [0x1A400 // 16, 0, 8192 // 16, 0, 1024 // 16, 0b001, 0, 0, 0, 2]
+
+
+# --- Who takes it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_only_on_request(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has run it: the default stays Triton there, on Hopper it is CUDA."""
+    cuda = SimpleNamespace(type="cuda")
+    q = SimpleNamespace(device=cuda, data_ptr=lambda: 0, stride=lambda *_: (8, 8, 8, 1))
+    pool = SimpleNamespace(data_ptr=lambda: 0, stride=lambda *_: 352)
+    call: Any = SimpleNamespace(q=q, pool=pool)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert "waits to be asked for" in kernels._not_cuda(call, asked=False)
+    assert kernels._not_cuda(call, asked=True) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert kernels._not_cuda(call, asked=False) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert "9.0, 10.0, 10.3; this is 8.0" in kernels._not_cuda(call, asked=True)
