@@ -89,7 +89,8 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 32, 16])
     parser.add_argument("--topk", type=int, default=ROWS, help="1 … 64 rows")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in kernels.MADE_FOR:
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    if kernels.MADE_FOR.get(capability) not in ("wgmma", "tcgen05"):
         print("debug_sparse_mla_decode: needs a Hopper GPU, B200 or B300", file=sys.stderr)
         return 2
     device = torch.device("cuda")

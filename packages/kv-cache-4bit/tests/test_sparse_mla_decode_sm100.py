@@ -4,47 +4,18 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kv4_block_model import builder, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
-from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
 from numinous_tooling.testing.tiers import selection
-from numinous_tooling.workbench import Tensors, case_id
+from numinous_tooling.workbench import case_id
 
-SOURCES = Path(kernels.__file__).parents[1] / "csrc/sparse_mla_decode"
-MODEL = Path(__file__).with_name("sm100_model.h")
-ENTRIES = ("heads_64", "heads_32", "heads_16", "combine")
-RUNNER = """
-#include <string>
-#include "kernel_tcgen05.cu"
-static numinous::Params params;
-static void (*kernel)(const numinous::Params);
-static void once() { kernel(params); }
-extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned x, unsigned y, unsigned threads,
-                                 unsigned shared) {
-  static const struct { std::string name; void (*run)(const numinous::Params); } entries[] = { ENTRIES };
-  kernel = nullptr;
-  for (const auto& one : entries) if (one.name == entry) kernel = one.run;
-  if (kernel == nullptr) return "no such kernel";
-  params = *p;
-  for (unsigned j = 0; j < y; ++j)
-    for (unsigned i = 0; i < x; ++i) {
-      model::block_index = {i, j, 0};
-      if (const char* fault = model::run_block(once, threads, shared)) return fault;
-    }
-  return nullptr;
-}
-using namespace numinous;
-using R = Row<NUMINOUS_WIDTH>;
-"""
 HARNESS = """
 extern "C" void be_eager(int eager) { model::eager = eager; }
 extern "C" unsigned plan_bytes(int heads) {
@@ -56,70 +27,23 @@ extern "C" unsigned long long operand_at(unsigned address, unsigned leading, uns
   return tcgen05_descriptor(address, leading, stride);
 }
 """
-ONLY_16 = ("NUMINOUS_KERNEL(64)\nNUMINOUS_KERNEL(32)\n", "")  # compiles in a third of the time
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`compiled(width, *changes)`: library of kernel_tcgen05.cu with `run_model`, some of its text replaced."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to compile kernel_tcgen05.cu with")
+    """`compiled(width)`: library of kernel_tcgen05.cu with `run_model`."""
+    entries = ("heads_64", "heads_32", "heads_16", "combine")
     folder = tmp_path_factory.mktemp("model")
-
-    @functools.cache
-    def build(width: int, *changes: tuple[str, str]) -> Any:
-        here = folder / f"{width}-{len(list(folder.iterdir()))}"
-        shutil.copytree(SOURCES, here, ignore=shutil.ignore_patterns("kernel.cu"))
-        for old, new in changes:
-            found = [path for path in here.iterdir() if old in path.read_text()]
-            assert len(found) == 1, f"{old!r} is in {len(found)} files"
-            found[0].write_text(found[0].read_text().replace(old, new))
-        names = ENTRIES[2:] if ONLY_16 in changes else ENTRIES
-        table = ", ".join(f'{{"{name}", {name}}}' for name in names)
-        (here / "harness.cpp").write_text(RUNNER.replace("ENTRIES", table) + HARNESS)
-        library = here / "model.so"
-        command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
-        command += [f"-DNUMINOUS_WIDTH={width}", f'-DNUMINOUS_MODEL="{MODEL}"']
-        command += ["-o", str(library), str(here / "harness.cpp")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:2000]
-        made = ctypes.CDLL(str(library))
-        made.run_model.restype = ctypes.c_char_p
-        made.operand_at.restype = ctypes.c_uint64
-        made.instruction.restype = ctypes.c_uint32
-        return made
-
-    return build
+    return builder(folder, "kernel_tcgen05.cu", "sm100_model.h", entries, HARNESS)
 
 
-def run_model(library: Any, case: Case, inputs: Tensors) -> Tensors:
-    """What `_launch_cuda` does, on the model. Outputs and parts start as NaN."""
-    table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
-    call = kernels._checked(
-        inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
-    )
-    assert call.splits
-    parts = kernels._parts(call, call.splits) if call.splits > 1 else (None, None)
-    for tensor in (call.out, call.lse, *parts):
-        if tensor is not None:
-            tensor.fill_(torch.nan)
-    run_call(library, call, kernels.cuda_params(call, call.splits, parts))
-    return {"out": call.out, "lse": call.lse}
-
-
-def run_call(library: Any, call: Any, params: Any) -> None:
-    """The launches of a checked call."""
-    plan = kernels.schedule(call.heads, "tcgen05")
-    groups = -(-call.heads // plan.heads)
-    launches = [
-        (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
-    ]
-    if params.splits > 1:
-        launches.append(("combine", call.tokens * call.heads, 4, 128, 0))
-    for entry, x, y, threads, shared in launches:
-        fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
-        assert fault is None, f"{entry}: {fault.decode()}"
+@pytest.fixture(scope="session")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`changed(old, new)`: the same with some text replaced; of the kernels only that of 16 heads, which compiles faster."""
+    entries, folder = ("heads_16", "combine"), tmp_path_factory.mktemp("model")
+    build = builder(folder, "kernel_tcgen05.cu", "sm100_model.h", entries, HARNESS)
+    only_16 = ("NUMINOUS_KERNEL(64)\nNUMINOUS_KERNEL(32)\n", "")
+    return lambda old, new: build(352, only_16, (old, new))
 
 
 # --- The source on the model ----------------------------------------------------------------------------------------
@@ -139,7 +63,7 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
     want = OP.reference(case, inputs)
     for eager in (1, 0) if full else (0,):
         library.be_eager(eager)
-        OP.compare(case, run_model(library, case, inputs), want)
+        OP.compare(case, run_model(library, case, inputs, "tcgen05"), want)
 
 
 QUICK_FAULTS = ("P is overwritten while O is under way",)
@@ -171,7 +95,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureRequest) -> None:
+def test_faults_on_the_model(changed: Any, fault: str, request: pytest.FixtureRequest) -> None:
     """What the model has to see: descriptors, lanes and columns, products under way, fences, allocation."""
     if fault not in QUICK_FAULTS and not selection(request.config).full:
         pytest.skip("not in the quick selection: --full compiles and runs it")
@@ -179,17 +103,16 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
     old, new, seen = FAULTS[fault]
-    library = compiled(case.width, ONLY_16, (old, new))
-    library.be_eager(0)
+    library = changed(old, new)
     with pytest.raises(AssertionError, match=seen):
-        OP.compare(case, run_model(library, case, inputs), want)
+        OP.compare(case, run_model(library, case, inputs, "tcgen05"), want)
 
 
 def test_faults_are_the_faults(compiled: Any) -> None:
     """Without one, their case agrees."""
     case = Case(1, 9, 330, pattern="edges", splits=1)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
-    OP.compare(case, run_model(compiled(case.width), case, inputs), OP.reference(case, inputs))
+    OP.compare(case, run_model(compiled(352), case, inputs, "tcgen05"), OP.reference(case, inputs))
 
 
 # --- Addresses ------------------------------------------------------------------------------------------------------
@@ -208,6 +131,7 @@ def test_layout(compiled: Any) -> None:
 def test_descriptors(compiled: Any) -> None:
     """Bit for bit, from the tables of the PTX manual, written out."""
     library = compiled(352)
+    library.operand_at.restype = ctypes.c_uint64
     #           31 … 24   23 … 17   16 15 14 … 10  9 … 0
     assert library.instruction(64, 16, 0) == 0b00000100_00000100_00000100_10010000
     assert library.instruction(64, 64, 0) == 0b00000100_00010000_00000100_10010000
@@ -235,4 +159,4 @@ def test_only_on_request(capability: tuple[int, int], monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert kernels._not_cuda(call, asked=False) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "9.0, 10.0, 10.3; this is 8.0" in kernels._not_cuda(call, asked=True)
+    assert "10.0, 10.3, 12.0; this is 8.0" in kernels._not_cuda(call, asked=True)
