@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import ctypes
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kv4_block_model import builder, run_model
+from kv4_block_model import builder, run_call, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
@@ -113,6 +115,29 @@ def test_faults_are_the_faults(compiled: Any) -> None:
     case = Case(1, 9, 330, pattern="edges", splits=1)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     OP.compare(case, run_model(compiled(352), case, inputs, "tcgen05"), OP.reference(case, inputs))
+
+
+def test_debug_dump_on_the_model(
+    changed: Any, monkeypatch: Any, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    """The debug script on a B200: K, S, P, out and lse of a tile agree."""
+    if not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    path = Path(__file__).parents[1] / "benchmarks/debug_sparse_mla_decode.py"
+    script = runpy.run_path(str(path))
+    define = '#pragma once\n\n#include "layout.cuh"\n\nnamespace'
+    library = changed(define, define.replace("#include", "#define NUMINOUS_DEBUG 1\n#include"))
+
+    def launch(call: Any, dump: torch.Tensor) -> None:
+        run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump), "tcgen05")
+
+    monkeypatch.setattr(kernels, "_launch_cuda", launch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setitem(script["check"].__globals__, "products", lambda _: "tcgen05")
+    assert not script["check"](352, 16, 64, torch.device("cpu"))
+    printed = capsys.readouterr().out
+    assert "heads_16" in printed
+    assert printed.count("agrees") == 5, printed
 
 
 # --- Addresses ------------------------------------------------------------------------------------------------------
