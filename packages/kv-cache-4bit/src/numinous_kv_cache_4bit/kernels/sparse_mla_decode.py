@@ -480,15 +480,17 @@ def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
     )
 
 
-def mma_binary(width: int, arch: str = "sm120") -> SourceBinary:
-    """kernel_mma.cu compiled for rows of that many bytes; for sm90 it serves the tests only."""
+def mma_binary(width: int, arch: str = "sm120", *, debug: bool = False) -> SourceBinary:
+    """kernel_mma.cu likewise; for sm90 it serves the tests only."""
     products = ("HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4")
     return SourceBinary(
-        name=f"sparse_mla_decode_{width}_mma" + ("" if arch == "sm120" else f"_{arch}"),
+        name=f"sparse_mla_decode_{width}_mma"
+        + ("" if arch == "sm120" else f"_{arch}")
+        + ("_debug" if debug else ""),
         source="csrc/sparse_mla_decode/kernel_mma.cu",
         entries=["mma_32", "mma_16", "combine"],
         archs=(arch,),
-        defines={"NUMINOUS_WIDTH": str(width)},
+        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
         required={arch: (*products, "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
         quick=width == KV4.width and arch == "sm120",
     )
@@ -593,7 +595,8 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
             call, splits, _parts(call, splits) if splits > 1 else (None, None), debug
         )
         if products == "mma":
-            binary = mma_binary(call.row.width, launch.architectures(capability)[0])
+            arch = launch.architectures(capability)[0]
+            binary = mma_binary(call.row.width, arch, debug=debug is not None)
         else:
             binary = source_binary(call.row.width, debug=debug is not None)
         kernel = launch.load(PACKAGE, binary, entry=plan.entry)
@@ -677,7 +680,7 @@ def _not_cuda(call: _Call) -> str:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability not in MADE_FOR:
-        known = " and ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
+        known = ", ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
         return f"is made for compute capability {known}, this is {capability[0]}.{capability[1]}"
     if call.q.data_ptr() % 16 or any(stride % 8 for stride in call.q.stride()[:3]):
         return f"needs heads of q at multiples of 16 bytes, got strides {call.q.stride()}"
