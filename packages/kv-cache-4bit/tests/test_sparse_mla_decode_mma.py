@@ -98,9 +98,9 @@ def test_plan(compiled: Any) -> None:
 
 
 @pytest.mark.parametrize(("capability", "entry"), [((9, 0), "wide"), ((12, 0), "mma_32")])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3, None])
 def test_source_by_gpu(
-    capability: tuple[int, int], entry: str, splits: int, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], entry: str, splits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which source the launcher loads for which GPU, and how it starts it."""
     launched: list[tuple[Any, ...]] = []
@@ -112,9 +112,10 @@ def test_source_by_gpu(
 
     monkeypatch.setattr(kernels.launch, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "_processors", lambda device: 188)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    inputs = OP.make_inputs(Case(2, 64, 200), 0, torch.device("cpu"))
+    inputs = OP.make_inputs(Case(3, 64, 1280), 0, torch.device("cpu"))
     call = kernels._checked(
         inputs["q"], inputs["pool"], 1.0, inputs["index"], None, None, None, 1.0, splits
     )
@@ -122,7 +123,10 @@ def test_source_by_gpu(
     archs, name, grid, threads, _, options = launched[0]
     plan = {"wide": kernels.WIDE, "mma_32": kernels.MMA_32}[entry]
     assert archs == (("sm90",) if entry == "wide" else ("sm120",))
-    assert (name, grid, threads) == (entry, (2 * splits, 64 // plan.heads), 384)
+    if splits is None:  # of the list's 20 tiles, for all multiprocessors
+        splits = kernels.choose_splits(3 * 64 // plan.heads, 20, 188)
+        assert splits > 1
+    assert (name, grid, threads) == (entry, (3 * splits, 64 // plan.heads), 384)
     assert options == {"shared": plan.shared(call.row), "stream": 7}
     assert [one[1] for one in launched[1:]] == ["combine"] * (splits > 1)
 
