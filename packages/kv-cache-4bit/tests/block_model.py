@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -122,3 +123,36 @@ def run_call(library: Any, call: Any, params: Any, products: kernels.Products = 
     for entry, x, y, threads, shared in launches:
         fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
         assert fault is None, f"{entry}: {fault.decode()}"
+
+
+def check_debug_script(
+    build: Callable[..., Any],
+    products: kernels.Products,
+    fault: tuple[str, str],
+    monkeypatch: Any,
+    capsys: Any,
+) -> None:
+    """Every stage that the debug script prints agrees; with a fault in the decoding K is the first that does not."""
+    path = Path(__file__).parents[1] / "benchmarks/debug_sparse_mla_decode.py"
+    spec = importlib.util.spec_from_file_location("debug_sparse_mla_decode", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    define = (
+        "#pragma once\n\n#include <cstdint>\n\n#ifdef",
+        "#pragma once\n#define NUMINOUS_DEBUG 1\n#include <cstdint>\n#ifdef",
+    )
+    for faults in ((), (fault,)):
+        library = build(352, define, *faults)
+
+        def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
+            run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump), products)
+
+        monkeypatch.setattr(kernels, "_launch_cuda", launch)
+        for heads in (64, 16):
+            assert script.check(352, heads, 64, torch.device("cpu"), products) == bool(faults)
+            printed = capsys.readouterr().out
+            assert ("K [row, dimension]: agrees" in printed) != bool(faults), printed
+            assert printed.count("agrees") == (0 if faults else 5), printed

@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import itertools
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import kv4_block_model as block_model
 import pytest
 import torch
-from kv4_block_model import run_call, run_model
+from kv4_block_model import run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
@@ -106,29 +104,8 @@ def test_debug_dump_on_the_model(
     """What the debug script prints: every stage agrees, and with a fault in the decoding K is the first that does not."""
     if not selection(request.config).full:
         pytest.skip("not in the quick selection: --full compiles and runs it")
-    path = Path(__file__).parents[1] / "benchmarks/debug_sparse_mla_decode.py"
-    spec = importlib.util.spec_from_file_location("debug_sparse_mla_decode", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    define = (
-        "#pragma once\n\n#include <cstdint>\n\n#ifdef",
-        "#pragma once\n#define NUMINOUS_DEBUG 1\n#include <cstdint>\n#ifdef",
-    )
-    for faults in ((), (FAULTS["a row of scales too far"],)):
-        library = compiled(352, define, *faults)
-
-        def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
-            run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump))
-
-        monkeypatch.setattr(kernels, "_launch_cuda", launch)
-        for heads in (64, 16):
-            assert script.check(352, heads, 64, torch.device("cpu")) == bool(faults)
-            printed = capsys.readouterr().out
-            assert ("K [row, dimension]: agrees" in printed) != bool(faults), printed
-            assert printed.count("agrees") == (0 if faults else 5), printed
+    fault = FAULTS["a row of scales too far"]
+    block_model.check_debug_script(compiled, "wgmma", fault, monkeypatch, capsys)
 
 
 # --- Addresses and numbers ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv4_block_model import builder, run_model
+from kv4_block_model import builder, check_debug_script, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
@@ -78,6 +78,16 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
         OP.compare(case, run_model(compiled(352, FAULTS[fault]), case, inputs, "mma"), want)
 
 
+def test_debug_dump_on_the_model(
+    compiled: Any, monkeypatch: Any, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    """What the debug script prints of this source."""
+    if not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    fault = ("(scale.y * kScaleUnit, scale.y * kScaleUnit)", "(scale.x * kScaleUnit, scale.x * kScaleUnit)")  # fmt: skip
+    check_debug_script(compiled, "mma", fault, monkeypatch, capsys)
+
+
 def test_plan(compiled: Any) -> None:
     """Shared memory as the launcher asks for it, within a block's of sm120; blocks of 16 and 32 heads."""
     row = kernels.row_format_of(352)
@@ -97,12 +107,12 @@ def test_plan(compiled: Any) -> None:
     ],
     ids=lambda value: getattr(value, "entry", None),
 )
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3, None])
 def test_source_by_gpu(
     capability: tuple[int, int],
     plan: kernels.Schedule,
     archs: tuple[str, ...],
-    splits: int,
+    splits: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which source the launcher loads for which GPU, and how it starts it."""
@@ -115,18 +125,30 @@ def test_source_by_gpu(
 
     monkeypatch.setattr(kernels.launch, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "_processors", lambda device: 188)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
-    inputs = OP.make_inputs(Case(2, 64, 200), 0, torch.device("cpu"))
+    inputs = OP.make_inputs(Case(3, 64, 1280), 0, torch.device("cpu"))
     call = kernels._checked(
         inputs["q"], inputs["pool"], 1.0, inputs["index"], None, None, None, 1.0, splits
     )
     kernels._launch_cuda(call)
     built, name, grid, threads, _, options = launched[0]
     assert built == archs
-    assert (name, grid, threads) == (plan.entry, (2 * splits, 64 // plan.heads), plan.threads)
+    if splits is None:  # of the list's 20 tiles, for all multiprocessors
+        splits = kernels.choose_splits(3 * 64 // plan.heads, 20, 188)
+        assert splits > 1
+    assert (name, grid, threads) == (plan.entry, (3 * splits, 64 // plan.heads), plan.threads)
     assert options == {"shared": plan.shared(call.row), "stream": 7}
     assert [one[1] for one in launched[1:]] == ["combine"] * (splits > 1)
+
+
+def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CUDA source is tried on a GPU that none is made for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    reason = kernels._not_cuda(SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda"))))  # type: ignore[arg-type]
+    assert reason.startswith("is made for compute capability 9.0, ")
+    assert reason.endswith("this is 8.9")
 
 
 # --- On the GPU -----------------------------------------------------------------------------------------------------

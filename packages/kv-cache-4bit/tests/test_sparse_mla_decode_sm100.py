@@ -133,8 +133,7 @@ def test_debug_dump_on_the_model(
 
     monkeypatch.setattr(kernels, "_launch_cuda", launch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setitem(script["check"].__globals__, "products", lambda _: "tcgen05")
-    assert not script["check"](352, 16, 64, torch.device("cpu"))
+    assert not script["check"](352, 16, 64, torch.device("cpu"), "tcgen05")
     printed = capsys.readouterr().out
     assert "heads_16" in printed
     assert printed.count("agrees") == 5, printed
@@ -184,4 +183,4 @@ def test_only_on_request(capability: tuple[int, int], monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert kernels._not_cuda(call, asked=False) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "10.0, 10.3, 12.0; this is 8.0" in kernels._not_cuda(call, asked=True)
+    assert "10.0, 10.3, 12.0, this is 8.0" in kernels._not_cuda(call, asked=True)

@@ -488,15 +488,17 @@ def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
     )
 
 
-def mma_binary(width: int, arch: str = "sm120") -> SourceBinary:
-    """kernel_mma.cu compiled for rows of that many bytes; for sm90 it serves the tests only."""
+def mma_binary(width: int, arch: str = "sm120", *, debug: bool = False) -> SourceBinary:
+    """kernel_mma.cu likewise; for sm90 it serves the tests only."""
     products = ("HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4")
     return SourceBinary(
-        name=f"sparse_mla_decode_{width}_mma" + ("" if arch == "sm120" else f"_{arch}"),
+        name=f"sparse_mla_decode_{width}_mma"
+        + ("" if arch == "sm120" else f"_{arch}")
+        + ("_debug" if debug else ""),
         source="csrc/sparse_mla_decode/kernel_mma.cu",
         entries=["mma_32", "mma_16", "combine"],
         archs=(arch,),
-        defines={"NUMINOUS_WIDTH": str(width)},
+        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
         required={arch: (*products, "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
         quick=width == KV4.width and arch == "sm120",
     )
@@ -624,7 +626,8 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
             call, splits, _parts(call, splits) if splits > 1 else (None, None), debug
         )
         if products == "mma":
-            binary = mma_binary(call.row.width, launch.architectures(capability)[0])
+            arch = launch.architectures(capability)[0]
+            binary = mma_binary(call.row.width, arch, debug=debug is not None)
         else:
             compiled = tcgen05_binary if products == "tcgen05" else source_binary
             binary = compiled(call.row.width, debug=debug is not None)
@@ -710,7 +713,7 @@ def _not_cuda(call: _Call, *, asked: bool) -> str:
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability not in MADE_FOR:
         known = ", ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
-        return f"is made for compute capability {known}; this is {capability[0]}.{capability[1]}"
+        return f"is made for compute capability {known}, this is {capability[0]}.{capability[1]}"
     if MADE_FOR[capability] in ON_REQUEST and not asked:
         return "has not run on such a GPU and waits to be asked for"
     if call.q.data_ptr() % 16 or any(stride % 8 for stride in call.q.stride()[:3]):

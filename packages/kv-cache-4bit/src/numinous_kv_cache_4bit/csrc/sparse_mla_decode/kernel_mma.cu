@@ -11,23 +11,23 @@
 //               fragments of Q stay in its registers. The four parts of S meet in shared memory, where each head's softmax is that of
 //               8 or 16 consecutive lanes. O = P · V [heads, 512]: warp w has the 64 values of panel w.
 //
-// Why 32 heads and not 64 or 16, in cycles of a multiprocessor for 64 rows of 352 bytes (RTX PRO 6000: 188 multiprocessors at 2.6 GHz,
-// 1.79 TB/s = 3.7 bytes a cycle; mma.sync 1024 FLOPs, shared memory 128 bytes a cycle; reported by the vendor, not measured):
+// Why 32 heads and not 64, in cycles of a multiprocessor for 64 rows of 352 bytes (RTX PRO 6000: 188 multiprocessors at 2.6 GHz,
+// 1.79 TB/s = 3.7 bytes a cycle each; mma.sync 1024 FLOPs and shared memory 128 bytes a cycle: the vendor's figures, nothing measured):
 //
 //                                              16 heads   32 heads   64 heads
-//   device memory, 22.5 KB                         6150       6150       6150    once a token: further blocks of it find rows in L2
-//   mma.sync, 2 · heads · 64 · 1088 FLOPs          2176       4352       8704
-//   shared memory: tile written, read twice        1664       1664       1664
+//   device memory, 22.5 KB                         6150       6150       6150    once a token: its other blocks find rows in L2
+//   mma.sync, 2 · heads · 64 · 1088 FLOPs          2176       4352       8704    twice that on RTX 50
+//   shared memory: tile written, K, V read         1664       1664       1664
 //     parts of S, P                                 400        800       1600
 //   decoding by 4 warps, 987 instructions           990        990        990
-//   bytes of registers: O, Q                       50 K      100 K      200 K    of 256 K
-//   bytes of shared memory                         86 K       98 K          –    of 99 K
+//   bytes of registers: O, and Q twice             68 K      136 K      272 K    of 256 K
+//   bytes of shared memory                         85 K       96 K      119 K    of 99 K
 //
-// So up to 32 heads memory bounds and nothing is gained by fewer. Beyond, products bound, and a block of 64 would halve decoding and
-// reading from L2, but O and Q leave no registers, and Q in shared memory (72 K) leaves none for a tile and the parts of S. A second
-// tile would fit only without Q in registers; a half in turn hides the same latency, as gathers wait in registers anyway.
+// Up to 32 heads memory bounds; 16 leave registers for a second warpgroup of producers. Beyond, products bound, with blocks of
+// 32 as with more: decoding goes on beside them. Q in shared memory (72 K with 64 heads) would leave no room for a tile and the parts.
+// A second tile has no room either, and a half by turns hides as much: rows under way wait in registers.
 //
-// Compiled once for each width of a row, NUMINOUS_WIDTH.
+// Compiled once for each width of a row, NUMINOUS_WIDTH. With NUMINOUS_DEBUG=1, block 0 writes its first K tile, S and P to `debug`.
 
 #include "layout.cuh"
 #ifdef NUMINOUS_MODEL  // the tests' model of a block of threads on the CPU
@@ -97,6 +97,23 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
 
 // --- Consumers ----------------------------------------------------------------------------------------------------------------
 
+#ifdef NUMINOUS_DEBUG
+constexpr int kDebugS = kTile * 576, kDebugP = kDebugS + 64 * kTile;  // debug: K [64][576], S [64 heads][64], P [64 heads][64]
+
+template <class R>
+__device__ void dump_half(float* debug, const uint8_t* tile, int half) {
+  for (int i = threadIdx.x; i < kHalf * R::kPanels * kPanelDims; i += kConsumers) {
+    const int row = half * kHalf + i / (R::kPanels * kPanelDims), position = i % (R::kPanels * kPanelDims);
+    const int dim = dim_of_position(R::kFourBit && position < kLatent, position);
+    debug[row * 576 + dim] = bf16_value(*reinterpret_cast<const uint16_t*>(tile + swizzled(kTile, row, position)));
+  }
+}
+#define NUMINOUS_DUMP(statement) \
+  if (p.debug != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && tile == w.begin) { statement; }
+#else
+#define NUMINOUS_DUMP(statement)
+#endif
+
 template <class R, int kHeads>
 __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t* shared) {
   using S = MmaPlan<R, kHeads>;
@@ -141,6 +158,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     const int half = step & 1, tile = w.begin + (step >> 1);
     if (!has_rows(w, tile, half)) break;
     barrier_wait(full + 8 * half, step >> 1 & 1);
+    NUMINOUS_DUMP(dump_half<R>(p.debug, shared, half))
 
     float s[kM][2][4] = {};
 #pragma unroll
@@ -183,6 +201,11 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
       const float first = exp2_fast(x[i] * p.scale_log2 - by), second = exp2_fast(x[i + 1] * p.scale_log2 - by);
       sum += first + second;
       store_shared(tile_at + S::kP + own_head * kPStride + 2 * (own_row + i), bf16_pair(first, second));
+      NUMINOUS_DUMP(for (int c = 0; c < 2; ++c) {
+        const int at = own_head * kTile + half * kHalf + own_row + i + c;
+        p.debug[kDebugS + at] = x[i + c];
+        p.debug[kDebugP + at] = c == 0 ? first : second;
+      })
     }
     if (own_row == 0) factors[own_head] = alpha;
     named_barrier(kAllConsumers, kConsumers);
