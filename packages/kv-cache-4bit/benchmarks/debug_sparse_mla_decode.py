@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First tile of `sparse_mla_decode` (CUDA, sm90a) against the reference, stage by stage: where a wrong run begins to be wrong.
+"""First tile of `sparse_mla_decode` (CUDA) against the reference, stage by stage: where a wrong run begins to be wrong.
 
-    python packages/kv-cache-4bit/benchmarks/debug_sparse_mla_decode.py [--width 352] [--heads 64] [--topk 64]
+    python packages/kv-cache-4bit/benchmarks/debug_sparse_mla_decode.py [--width 352] [--heads 64] [--topk 64] [--mma]
+
+On Hopper, `--mma` takes the source that is made for sm120.
 
 Compiles the kernel with NUMINOUS_DEBUG=1 (needs nvcc), runs one query whose list is one tile, and prints for the decoded rows K, the scores S,
 the probabilities P, the output and the lse either that they agree or the first coordinate that does not. A tile of 4-bit rows holds
-values × 2^-12; S is q · K of what the tile holds, P is relative to the largest score.
+values × 2^-12; S is q · K of what the tile holds, P is relative to the largest score so far.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def differing(name: str, got: torch.Tensor, want: torch.Tensor, relative: float)
     return True
 
 
-def check(width: int, heads: int, topk: int, device: torch.device) -> bool:
+def check(
+    width: int, heads: int, topk: int, device: torch.device, products: kernels.Products = "wgmma"
+) -> bool:
     """Whether any stage differs."""
     case = Case(1, heads, topk, width, splits=1)
     inputs = make_inputs(case, 0, device)
@@ -58,11 +62,14 @@ def check(width: int, heads: int, topk: int, device: torch.device) -> bool:
     held = kernels.HELD if not row.stock else 1.0
     plain = torch.cat([latent, rope], dim=1)
     scores = q[0, 0].double() @ plain.T
-    weights = (SM_SCALE * (scores - scores.amax(dim=1, keepdim=True))).exp()
+    step = ROWS // 2 if products == "mma" else ROWS  # rows whose largest score is taken at a time
+    tops = [scores[:, : (at // step + 1) * step].amax(dim=1) for at in range(topk)]
+    weights = (SM_SCALE * (scores - torch.stack(tops, dim=1))).exp()
     k, s, p = dump.split([ROWS * WIDTH, HEADS * ROWS, HEADS * ROWS])
-    shown = min(heads, kernels.schedule(heads).heads)
+    plan = kernels.schedule(heads, products)
+    shown = min(heads, plan.heads)
     want = kernels.reference(q, pool, sm_scale=SM_SCALE, index=inputs["index"])
-    print(f"width {width}, {heads} heads, {topk} rows: {kernels.schedule(heads).entry}")
+    print(f"width {width}, {heads} heads, {topk} rows: {plan.entry}")
     exact = 0.0 if not row.stock else 2.0**-8
     stages = (
         ("K [row, dimension]", k.view(ROWS, WIDTH)[:topk, : plain.shape[1]], plain * held, exact),
@@ -80,12 +87,19 @@ def main() -> int:
     parser.add_argument("--width", type=int, nargs="*", default=[352, 288, 656, 528])
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 32, 16])
     parser.add_argument("--topk", type=int, default=ROWS, help="1 … 64 rows")
+    parser.add_argument("--mma", action="store_true", help="kernel_mma.cu on Hopper, too")
     options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("debug_sparse_mla_decode: needs a Hopper GPU", file=sys.stderr)
+    if options.mma:
+        kernels.MADE_FOR[9, 0] = "mma"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in kernels.MADE_FOR:
+        print(
+            "debug_sparse_mla_decode: needs a GPU of sm90, sm100, sm103 or sm120", file=sys.stderr
+        )
         return 2
-    device = torch.device("cuda")
-    wrong = [check(w, h, options.topk, device) for w in options.width for h in options.heads]
+    device, products = torch.device("cuda"), kernels.MADE_FOR[torch.cuda.get_device_capability()]
+    wrong = [
+        check(w, h, options.topk, device, products) for w in options.width for h in options.heads
+    ]
     return int(any(wrong))
 
 

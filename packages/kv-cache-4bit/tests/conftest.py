@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `harness` importable for the tests of this folder (pytest's import mode leaves the folder off the path), and its fixtures known."""
+"""Makes `harness` and `block_model` importable for the tests of this folder (pytest's import mode leaves the folder off the path), and
+fixtures known."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
-_spec = importlib.util.spec_from_file_location(
-    "kv4_harness", Path(__file__).with_name("harness.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-_harness = importlib.util.module_from_spec(_spec)
-sys.modules["kv4_harness"] = _harness
-_spec.loader.exec_module(_harness)
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        f"kv4_{name}", Path(__file__).with_name(f"{name}.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[f"kv4_{name}"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_harness = _load("harness")
+_load("block_model")
 
 engine, hopper = _harness.engine, _harness.hopper
 reference_kernels = _harness.reference_kernels

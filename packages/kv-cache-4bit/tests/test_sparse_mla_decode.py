@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import importlib.util
 import itertools
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kv4_block_model as block_model
 import pytest
 import torch
+from kv4_block_model import run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
@@ -23,30 +20,9 @@ from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Cas
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import big_pool
 from numinous_tooling.testing.tiers import selection
-from numinous_tooling.workbench import Tensors, case_id
+from numinous_tooling.workbench import case_id
 
-SOURCE = Path(kernels.__file__).parents[1] / "csrc/sparse_mla_decode"
-MODEL = Path(__file__).with_name("sm90_model.h")
 HARNESS = """
-#include <string>
-#include "kernel.cu"
-static numinous::Params params;
-static void (*kernel)(const numinous::Params);
-static void once() { kernel(params); }
-extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned x, unsigned y, unsigned threads,
-                                 unsigned shared) {
-  const std::string name = entry;
-  kernel = name == "wide" ? wide : name == "narrow_32" ? narrow_32 : name == "narrow_16" ? narrow_16 : combine;
-  params = *p;
-  for (unsigned j = 0; j < y; ++j)
-    for (unsigned i = 0; i < x; ++i) {
-      model::block_index = {i, j, 0};
-      if (const char* fault = model::run_block(once, threads, shared)) return fault;
-    }
-  return nullptr;
-}
-using namespace numinous;
-using R = Row<NUMINOUS_WIDTH>;
 extern "C" unsigned plan_bytes(int heads) {
   return heads == 64 ? Plan<R, 64, true>::kBytes : heads == 32 ? Plan<R, 32, false>::kBytes : Plan<R, 16, false>::kBytes;
 }
@@ -70,67 +46,9 @@ class TestSparseMlaDecode(KernelTests):
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`compiled(width, *changes)`: library of kernel.cu with `run_model`, some of its text replaced."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++ to compile kernel.cu with")
+    entries = ("wide", "narrow_32", "narrow_16", "combine")
     folder = tmp_path_factory.mktemp("model")
-
-    @functools.cache
-    def build(width: int, *changes: tuple[str, str]) -> Any:
-        here = folder / f"{width}-{len(list(folder.iterdir()))}"
-        shutil.copytree(SOURCE, here)
-        for old, new in changes:
-            found = [path for path in here.iterdir() if old in path.read_text()]
-            assert len(found) == 1, f"{old!r} is in {len(found)} files"
-            found[0].write_text(found[0].read_text().replace(old, new))
-        (here / "harness.cpp").write_text(HARNESS)
-        library = here / "model.so"
-        command = [
-            compiler,
-            "-O1",
-            "-std=c++17",
-            "-shared",
-            "-fPIC",
-            "-w",
-            f"-DNUMINOUS_WIDTH={width}",
-        ]
-        command += [f'-DNUMINOUS_MODEL="{MODEL}"', "-o", str(library), str(here / "harness.cpp")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:2000]
-        made = ctypes.CDLL(str(library))
-        made.run_model.restype = ctypes.c_char_p
-        made.pair.restype = ctypes.c_uint32
-        return made
-
-    return build
-
-
-def run_model(library: Any, case: Case, inputs: Tensors) -> Tensors:
-    """What `_launch_cuda` does, on the model. Outputs and parts start as NaN."""
-    table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
-    call = kernels._checked(
-        inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
-    )
-    assert call.splits
-    parts = kernels._parts(call, call.splits) if call.splits > 1 else (None, None)
-    for tensor in (call.out, call.lse, *parts):
-        if tensor is not None:
-            tensor.fill_(torch.nan)
-    run_call(library, call, kernels.cuda_params(call, call.splits, parts))
-    return {"out": call.out, "lse": call.lse}
-
-
-def run_call(library: Any, call: Any, params: Any) -> None:
-    plan = kernels.schedule(call.heads)
-    groups = -(-call.heads // plan.heads)
-    launches = [
-        (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
-    ]
-    if params.splits > 1:
-        launches.append(("combine", call.tokens * call.heads, 4, 128, 0))
-    for entry, x, y, threads, shared in launches:
-        fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
-        assert fault is None, f"{entry}: {fault.decode()}"
+    return block_model.builder(folder, "kernel.cu", "sm90_model.h", entries, HARNESS)
 
 
 MODELLED = [
@@ -186,29 +104,8 @@ def test_debug_dump_on_the_model(
     """What the debug script prints: every stage agrees, and with a fault in the decoding K is the first that does not."""
     if not selection(request.config).full:
         pytest.skip("not in the quick selection: --full compiles and runs it")
-    path = Path(__file__).parents[1] / "benchmarks/debug_sparse_mla_decode.py"
-    spec = importlib.util.spec_from_file_location("debug_sparse_mla_decode", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    define = (
-        "#pragma once\n\n#include <cstdint>\n\n#ifdef",
-        "#pragma once\n#define NUMINOUS_DEBUG 1\n#include <cstdint>\n#ifdef",
-    )
-    for faults in ((), (FAULTS["a row of scales too far"],)):
-        library = compiled(352, define, *faults)
-
-        def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
-            run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump))
-
-        monkeypatch.setattr(kernels, "_launch_cuda", launch)
-        for heads in (64, 16):
-            assert script.check(352, heads, 64, torch.device("cpu")) == bool(faults)
-            printed = capsys.readouterr().out
-            assert ("K [row, dimension]: agrees" in printed) != bool(faults), printed
-            assert printed.count("agrees") == (0 if faults else 5), printed
+    fault = FAULTS["a row of scales too far"]
+    block_model.check_debug_script(compiled, "wgmma", fault, monkeypatch, capsys)
 
 
 # --- Addresses and numbers ------------------------------------------------------------------------------------------
@@ -252,6 +149,7 @@ def test_layout(compiled: Any) -> None:
 def test_every_code(compiled: Any) -> None:
     """E2M1 pairs by mask and shift, every code in every nibble between others, under every scale: exact in bf16."""
     library = compiled(352)
+    library.pair.restype = ctypes.c_uint32
     values = torch.tensor(
         [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64
     )
@@ -363,8 +261,8 @@ def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> 
 @pytest.mark.parametrize("impl", ["cuda", "triton"])
 def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
     """Rows behind byte 2^31 of a pool."""
-    if impl == "cuda" and torch.cuda.get_device_capability(gpu) != (9, 0):
-        pytest.skip("cuda is made for compute capability 9.0")
+    if impl == "cuda" and torch.cuda.get_device_capability(gpu) not in kernels.MADE_FOR:
+        pytest.skip("cuda is not made for this compute capability")
     pool = big_pool((352,), torch.uint8, gpu)
     case = Case(1, 64, 100)
     inputs = OP.make_inputs(case, 0, gpu)
@@ -374,7 +272,7 @@ def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
     OP.compare(case, got._asdict(), OP.reference(case, inputs))
 
 
-@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.tier("device", archs=("sm90", "sm100", "sm103", "sm120"))
 @pytest.mark.parametrize("heads", [16, 32, 64])
 def test_splits_agree(heads: int, gpu: torch.device) -> None:
     """Every number of splits gives the same within rounding, each the same bits every time."""

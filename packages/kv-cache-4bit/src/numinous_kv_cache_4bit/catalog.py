@@ -44,7 +44,7 @@ KERNELS = (
         op="sparse_mla_decode",
         package="kv-cache-4bit",
         declared="numinous_kv_cache_4bit.workbench.sparse_mla_decode:OP",
-        sentence="Attends from a few queries to named rows of a 4-bit or FP8 MLA cache, decoded in shared memory on Hopper.",
+        sentence="Attends from a few queries to named rows of a 4-bit or FP8 MLA cache, decoded in shared memory on Hopper and Blackwell.",
         arch=COMPILED,
         peers=("flashmla-fp8", "gather-flashmla"),
     ),

@@ -16,7 +16,8 @@
             0.17 µs (352) or 0.32 µs (656); its FLOPs at 790 TFLOP/s take 0.36 µs with 64 heads, 0.09 with 16.
 *Numerics*  scores in fp32 of bf16 products. E2M1 × E4M3 is exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
             bf16, their sum is not. Splits are joined in order: the same bits every time for the same number of splits.
-*Versions*  "cuda" for sm90a (WGMMA, csrc/sparse_mla_decode), "triton" everywhere; docs/deep-dives/sparse-mla-decode.md.
+*Versions*  "cuda" for sm90a (WGMMA), sm120a (mma.sync, ≤ 99 KB of shared memory) and, where it is asked for, sm100 and sm103 (tcgen05),
+            all in csrc/sparse_mla_decode; "triton" everywhere; docs/deep-dives/sparse-mla-decode.md.
 *Arch*      see catalog.py.
 """
 
@@ -459,6 +460,20 @@ TILE = 64
 HELD = 2.0**-12  # tiles hold 4-bit rows times this, see layout.cuh
 
 
+Products = Literal["wgmma", "mma", "tcgen05"]
+
+MADE_FOR: dict[tuple[int, int], Products] = {
+    (9, 0): "wgmma",
+    (10, 0): "tcgen05",
+    (10, 3): "tcgen05",
+    (12, 0): "mma",
+}
+"""Compute capability -> products that the CUDA version takes there. "mma" runs on 9.0, too, where tests put it in."""
+
+ON_REQUEST: tuple[Products, ...] = ("tcgen05",)
+"""No GPU has run these: they are taken where impl="cuda" asks for them, and nowhere else."""
+
+
 def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
     """kernel.cu compiled for rows of that many bytes; with `debug` it writes the first tile of block 0."""
     return SourceBinary(
@@ -473,7 +488,42 @@ def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
     )
 
 
-BINARIES = tuple(source_binary(row.width) for row in FORMATS)
+def mma_binary(width: int, arch: str = "sm120", *, debug: bool = False) -> SourceBinary:
+    """kernel_mma.cu likewise; for sm90 it serves the tests only."""
+    products = ("HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4")
+    return SourceBinary(
+        name=f"sparse_mla_decode_{width}_mma"
+        + ("" if arch == "sm120" else f"_{arch}")
+        + ("_debug" if debug else ""),
+        source="csrc/sparse_mla_decode/kernel_mma.cu",
+        entries=["mma_32", "mma_16", "combine"],
+        archs=(arch,),
+        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
+        required={arch: (*products, "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
+        quick=width == KV4.width and arch == "sm120",
+    )
+
+
+def tcgen05_binary(width: int, *, debug: bool = False) -> SourceBinary:
+    """kernel_tcgen05.cu compiled for rows of that many bytes; `debug` as in `source_binary`."""
+    # Products and their commits, tensor memory loaded and stored, and what the Hopper version has.
+    required = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "SYNCS", "LDG.E.NA.128", "HMUL2.BF16_V2")
+    return SourceBinary(
+        name=f"sparse_mla_decode_{width}_tcgen05" + ("_debug" if debug else ""),
+        source="csrc/sparse_mla_decode/kernel_tcgen05.cu",
+        entries=["heads_64", "heads_32", "heads_16", "combine"],
+        archs=("sm100", "sm103"),
+        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
+        required={"sm100": required, "sm103": required},
+        quick=width == KV4.width,
+    )
+
+
+BINARIES = (
+    *(source_binary(row.width) for row in FORMATS),
+    *(mma_binary(row.width, arch) for arch in ("sm120", "sm90") for row in FORMATS),
+    *(tcgen05_binary(row.width) for row in FORMATS),
+)
 
 
 class Schedule(NamedTuple):
@@ -484,24 +534,38 @@ class Schedule(NamedTuple):
     heads: int
 
     def shared(self, row: RowFormat) -> int:
-        """Bytes of dynamic shared memory: `Plan::kBytes` of layout.cuh."""
+        """Bytes of dynamic shared memory: `Plan::kBytes` of layout.cuh, `TensorBlockPlan::kBytes` of layout_sm100.cuh,
+        `MmaPlan::kBytes` of kernel_mma.cu."""
         panels = (LATENT_DIM + row.rope_dim) // 64
-        tiles = 2 * panels * TILE * 128
-        p = (1 if self.entry == "wide" else 2) * self.heads * 128
-        return panels * self.heads * 128 + tiles + p + 2 * TILE * 4 + 1024 + 32 + 1024
+        tile, bias, rest = panels * TILE * 128, TILE * 4, 32 + 1024
+        if self.entry.startswith("mma"):
+            half = TILE // 2
+            parts, p = 4 * self.heads * (half + 8) * 4, self.heads * (2 * half + 16)
+            return tile + parts + p + bias + self.heads * 4 + rest
+        p = (2 if self.entry.startswith("narrow") else 1) * self.heads * 128
+        more = (
+            40 if self.entry.startswith("heads") else 0
+        )  # four barriers, the address of tensor memory
+        return panels * self.heads * 128 + 2 * tile + p + 2 * bias + 1024 + rest + more
 
 
 NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 384, 32)
 WIDE = Schedule("wide", 384, 64)
+MMA_16, MMA_32 = Schedule("mma_16", 512, 16), Schedule("mma_32", 384, 32)
+HEADS_16, HEADS_32, HEADS_64 = (Schedule(f"heads_{heads}", 544, heads) for heads in (16, 32, 64))
 
 
-def schedule(heads: int) -> Schedule:
+def schedule(heads: int, products: Products = "wgmma") -> Schedule:
     """For that many heads."""
+    if products == "mma":
+        return MMA_16 if heads <= 16 else MMA_32
+    if products == "tcgen05":
+        return HEADS_16 if heads <= 16 else HEADS_32 if heads <= 32 else HEADS_64
     return NARROW_16 if heads <= 16 else NARROW_32 if heads <= 32 else WIDE
 
 
 class _Params(ctypes.Structure):
-    """`Params` of kernel.cu."""
+    """`Params` of common.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "pool", "index", "lengths", "sink")),
@@ -515,7 +579,7 @@ class _Params(ctypes.Structure):
 
 
 def cuda_params(call: _Call, splits: int, parts: tuple[Any, Any], debug: Any = None) -> _Params:
-    """Arguments of the kernels of kernel.cu."""
+    """Arguments of the kernels of csrc/sparse_mla_decode."""
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -548,7 +612,9 @@ def cuda_params(call: _Call, splits: int, parts: tuple[Any, Any], debug: Any = N
 
 
 def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
-    plan = schedule(call.heads)
+    capability = torch.cuda.get_device_capability(call.q.device)
+    products = MADE_FOR[capability]
+    plan = schedule(call.heads, products)
     groups = -(-call.heads // plan.heads)
     tiles = -(-call.width // TILE)
     with torch.cuda.device(call.q.device):
@@ -559,7 +625,12 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
         params = cuda_params(
             call, splits, _parts(call, splits) if splits > 1 else (None, None), debug
         )
-        binary = source_binary(call.row.width, debug=debug is not None)
+        if products == "mma":
+            arch = launch.architectures(capability)[0]
+            binary = mma_binary(call.row.width, arch, debug=debug is not None)
+        else:
+            compiled = tcgen05_binary if products == "tcgen05" else source_binary
+            binary = compiled(call.row.width, debug=debug is not None)
         kernel = launch.load(PACKAGE, binary, entry=plan.entry)
         shared = plan.shared(call.row)
         kernel(
@@ -617,7 +688,7 @@ def sparse_mla_decode(
         sink: fp32 [heads].
         latent_scale: the rows' global scale, a power of two.
         splits: of a list of rows over blocks, 1 … 64; None chooses by the GPU's multiprocessors.
-        impl: None takes "cuda" on sm90 where it takes the call, else "triton".
+        impl: None takes "cuda" on sm90 and sm120 where it takes the call, else "triton"; "cuda" takes sm100 and sm103, too.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -627,7 +698,7 @@ def sparse_mla_decode(
     call = _checked(q, pool, sm_scale, index, page_table, lengths, sink, latent_scale, splits)
     if impl not in (None, "cuda", "triton"):
         raise ValueError(f"impl is 'cuda', 'triton' or None, got {impl!r}")
-    reason = _not_cuda(call) if impl != "triton" else ""
+    reason = _not_cuda(call, asked=impl == "cuda") if impl != "triton" else ""
     if impl == "cuda" and reason:
         raise NotImplementedError(f"impl='cuda' {reason}; use impl='triton'")
     if call.tokens and call.heads:
@@ -635,13 +706,16 @@ def sparse_mla_decode(
     return Decoded(call.out, call.lse)
 
 
-def _not_cuda(call: _Call) -> str:
-    """Why the CUDA version does not take a call; empty where it does."""
+def _not_cuda(call: _Call, *, asked: bool) -> str:
+    """Why the CUDA version does not take a call; empty where it does. Not `asked` for, only what a GPU has run is taken."""
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
-    if capability != (9, 0):
-        return f"is made for compute capability 9.0, this is {capability[0]}.{capability[1]}"
+    if capability not in MADE_FOR:
+        known = ", ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
+        return f"is made for compute capability {known}, this is {capability[0]}.{capability[1]}"
+    if MADE_FOR[capability] in ON_REQUEST and not asked:
+        return "has not run on such a GPU and waits to be asked for"
     if call.q.data_ptr() % 16 or any(stride % 8 for stride in call.q.stride()[:3]):
         return f"needs heads of q at multiples of 16 bytes, got strides {call.q.stride()}"
     if call.pool.data_ptr() % 16 or call.pool.stride(0) % 16:

@@ -427,7 +427,7 @@ OP = Op(
         dense=case.dense,
     ),
     implementations={
-        "cuda": Implementation(run=_ours("cuda"), archs=("sm90",)),
+        "cuda": Implementation(run=_ours("cuda"), archs=("sm90", "sm100", "sm103", "sm120")),
         "triton": Implementation(
             run=_ours("triton"),
             interpret=True,

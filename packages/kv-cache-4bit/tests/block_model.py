@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA sources of `sparse_mla_decode` on a model of a block of threads: compiled by a C++ compiler, launched as `_launch_cuda` does."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
+from numinous_kv_cache_4bit.workbench.sparse_mla_decode import SM_SCALE, Case
+from numinous_tooling.workbench import Tensors
+
+SOURCES = Path(kernels.__file__).parents[1] / "csrc/sparse_mla_decode"
+RUNNER = """
+#include <string>
+#include "{source}"
+static numinous::Params params;
+static void (*kernel)(const numinous::Params);
+static void once() {{ kernel(params); }}
+extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned x, unsigned y, unsigned threads,
+                                 unsigned shared) {{
+  static const struct {{ std::string name; void (*run)(const numinous::Params); }} entries[] = {{ {entries} }};
+  kernel = nullptr;
+  for (const auto& one : entries) if (one.name == entry) kernel = one.run;
+  if (kernel == nullptr) return "no such kernel";
+  params = *p;
+  for (unsigned j = 0; j < y; ++j)
+    for (unsigned i = 0; i < x; ++i) {{
+      model::block_index = {{i, j, 0}};
+      if (const char* fault = model::run_block(once, threads, shared)) return fault;
+    }}
+  return nullptr;
+}}
+using namespace numinous;
+using R = Row<NUMINOUS_WIDTH>;
+"""
+
+
+def builder(
+    folder: Path, source: str, model: str, entries: Sequence[str], harness: str
+) -> Callable[..., Any]:
+    """`build(width, *changes)`: a library of a source with `run_model` and what `harness` has, some of its text replaced.
+
+    Args:
+        folder: to work in, empty.
+        source: its file, alone among the folder's .cu files.
+        model: header of the model, in this folder.
+        entries: kernels.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip(f"no g++ to compile {source} with")
+    table = ", ".join(f'{{"{name}", {name}}}' for name in entries)
+    text = RUNNER.format(source=source, entries=table) + harness
+
+    @functools.cache
+    def build(width: int, *changes: tuple[str, str]) -> Any:
+        here = folder / f"{width}-{len(list(folder.iterdir()))}"
+        shutil.copytree(SOURCES, here)
+        for other in here.glob("*.cu"):
+            if other.name != source:
+                other.unlink()
+        for old, new in changes:
+            found = [path for path in here.iterdir() if old in path.read_text()]
+            assert len(found) == 1, f"{old!r} is in {len(found)} files"
+            found[0].write_text(found[0].read_text().replace(old, new))
+        (here / "harness.cpp").write_text(text)
+        library = here / "model.so"
+        command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
+        command += [
+            f"-DNUMINOUS_WIDTH={width}",
+            f'-DNUMINOUS_MODEL="{Path(__file__).with_name(model)}"',
+        ]
+        done = subprocess.run(
+            [*command, "-o", str(library), str(here / "harness.cpp")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[:2000]
+        made = ctypes.CDLL(str(library))
+        made.run_model.restype = ctypes.c_char_p
+        return made
+
+    return build
+
+
+def run_model(
+    library: Any, case: Case, inputs: Tensors, products: kernels.Products = "wgmma"
+) -> Tensors:
+    """What `_launch_cuda` does, on the model. Outputs and parts start as NaN."""
+    table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
+    call = kernels._checked(
+        inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
+    )
+    assert call.splits
+    parts = kernels._parts(call, call.splits) if call.splits > 1 else (None, None)
+    for tensor in (call.out, call.lse, *parts):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    run_call(library, call, kernels.cuda_params(call, call.splits, parts), products)
+    return {"out": call.out, "lse": call.lse}
+
+
+def run_call(library: Any, call: Any, params: Any, products: kernels.Products = "wgmma") -> None:
+    """The launches of a checked call."""
+    plan = kernels.schedule(call.heads, products)
+    groups = -(-call.heads // plan.heads)
+    launches = [
+        (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
+    ]
+    if params.splits > 1:
+        launches.append(("combine", call.tokens * call.heads, 4, 128, 0))
+    for entry, x, y, threads, shared in launches:
+        fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
+        assert fault is None, f"{entry}: {fault.decode()}"
+
+
+def check_debug_script(
+    build: Callable[..., Any],
+    products: kernels.Products,
+    fault: tuple[str, str],
+    monkeypatch: Any,
+    capsys: Any,
+) -> None:
+    """Every stage that the debug script prints agrees; with a fault in the decoding K is the first that does not."""
+    path = Path(__file__).parents[1] / "benchmarks/debug_sparse_mla_decode.py"
+    spec = importlib.util.spec_from_file_location("debug_sparse_mla_decode", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    define = (
+        "#pragma once\n\n#include <cstdint>\n\n#ifdef",
+        "#pragma once\n#define NUMINOUS_DEBUG 1\n#include <cstdint>\n#ifdef",
+    )
+    for faults in ((), (fault,)):
+        library = build(352, define, *faults)
+
+        def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
+            run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump), products)
+
+        monkeypatch.setattr(kernels, "_launch_cuda", launch)
+        for heads in (64, 16):
+            assert script.check(352, heads, 64, torch.device("cpu"), products) == bool(faults)
+            printed = capsys.readouterr().out
+            assert ("K [row, dimension]: agrees" in printed) != bool(faults), printed
+            assert printed.count("agrees") == (0 if faults else 5), printed
