@@ -169,7 +169,7 @@ def test_descriptors(compiled: Any) -> None:
 # --- Who takes it ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0)])
 def test_only_on_request(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has run it: the default stays Triton there, on Hopper it is CUDA."""
     cuda = SimpleNamespace(type="cuda")

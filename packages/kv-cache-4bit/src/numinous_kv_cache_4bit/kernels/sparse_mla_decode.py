@@ -470,7 +470,7 @@ MADE_FOR: dict[tuple[int, int], Products] = {
 }
 """Compute capability -> products that the CUDA version takes there. "mma" runs on 9.0, too, where tests put it in."""
 
-ON_REQUEST: tuple[Products, ...] = ("tcgen05",)
+ON_REQUEST: tuple[Products, ...] = ("mma", "tcgen05")
 """No GPU has run these: they are taken where impl="cuda" asks for them, and nowhere else."""
 
 
@@ -688,7 +688,7 @@ def sparse_mla_decode(
         sink: fp32 [heads].
         latent_scale: the rows' global scale, a power of two.
         splits: of a list of rows over blocks, 1 … 64; None chooses by the GPU's multiprocessors.
-        impl: None takes "cuda" on sm90 and sm120 where it takes the call, else "triton"; "cuda" takes sm100 and sm103, too.
+        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too.
 
     Raises:
         TypeError: a dtype is not the one named.
