@@ -17,4 +17,4 @@ sys.modules["kv4_harness"] = _harness
 _spec.loader.exec_module(_harness)
 
 engine, hopper = _harness.engine, _harness.hopper
-reference_kernels = _harness.reference_kernels
+native_kernel, reference_kernels = _harness.native_kernel, _harness.reference_kernels
