@@ -270,9 +270,13 @@ class Count:
 
     def __init__(self) -> None:
         self.seen = 0
+        self.reasons: list[str] = []
 
     def engaged(self, n: int = 1) -> None:
         self.seen += n
+
+    def refused(self, reason: str) -> None:
+        self.reasons.append(reason)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from numinous_kv_cache_4bit.engine import mla_decode_fp8 as ours
 from numinous_kv_cache_4bit.features import features
 from numinous_kv_cache_4bit.hooks.launch import UNCOVERED
 from numinous_kv_cache_4bit.hooks.mla_decode_fp8 import FEATURE, judge
-from numinous_kv_cache_4bit.options import DECODE, FP8_ARCHITECTURES, GLM_DSA, GLM_FLASH
+from numinous_kv_cache_4bit.options import DECODE, FP8_ARCHITECTURES, GLM_DSA, GLM_FLASH, MLA_DENSE
 from numinous_tooling.patching import PatchError
 from numinous_tooling.patching.boot import fits
 from numinous_tooling.patching.engine import find_engine
@@ -154,7 +154,7 @@ def test_backend_refuses(changes: dict[str, Any], said: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("feature", [GLM_DSA, GLM_FLASH])
+@pytest.mark.parametrize("feature", [GLM_DSA, GLM_FLASH, MLA_DENSE])
 def test_the_option_is_one_of_two_words(feature: str) -> None:
     option = DECODE[feature]
     flag = option.name.removesuffix("_DECODE")

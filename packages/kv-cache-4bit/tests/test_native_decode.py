@@ -101,10 +101,9 @@ def count(
     counter = Count()
     monkeypatch.setattr(case.ours.ROWS, "count", counter)
     monkeypatch.setattr(glm_flash_fp8.ROWS, "count", Count())
-    monkeypatch.setattr(mla_decode_fp8, "_proven", set())
+    monkeypatch.setattr(native, "_proven", set())
     monkeypatch.setattr(native, "PROBE", 64)
     if case.packed:
-        monkeypatch.setattr(case.ours.ROWS, "_proven", set())
         monkeypatch.setattr(case.ours.ROWS, "native", False)
         monkeypatch.setenv(DECODE[case.ours.ROWS.feature].name, "native")
     return counter

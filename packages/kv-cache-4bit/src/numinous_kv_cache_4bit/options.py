@@ -47,6 +47,6 @@ DECODE = {
         doc="How decode reads 4-bit rows: converted for stock's kernel (scratch), or by sparse_mla_decode where they lie (native).",
         choices=(SCRATCH, NATIVE),
     )
-    for feature in (GLM_DSA, GLM_FLASH)
+    for feature in (GLM_DSA, GLM_FLASH, MLA_DENSE)
 }
 """The option of each feature with 4-bit rows."""

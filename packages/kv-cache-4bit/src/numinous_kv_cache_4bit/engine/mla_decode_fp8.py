@@ -31,8 +31,6 @@ from numinous_tooling.patching.flags import parse_bool
 
 ROWS = KeptRows(MLA_DECODE_FP8, STOCK_FP8, FP8_ARCHITECTURES)
 
-_proven: set[tuple[int, int]] = set()
-
 
 def before_pool_sizing(configurator: Any) -> None:
     """`create_memory_pool_configurator`, which every model passes: end the process if this launch is not covered."""
@@ -49,9 +47,7 @@ def after_backend(result: None, backend: Any, *args: Any, **kwargs: Any) -> None
     if problem := flashmla.backend_problem(backend, row.width, DSA_PREFILLS):
         ROWS.refuse(problem)
     pool = getattr(backend.token_to_kv_pool, "full_kv_pool", backend.token_to_kv_pool)
-    if (case := (backend.num_q_heads, row.width)) not in _proven:
-        native.prove(ROWS, *case, pool.kv_buffer[0].device)
-        _proven.add(case)
+    native.prove(ROWS, backend.num_q_heads, row.width, pool.kv_buffer[0].device)
 
 
 def around_attention(

@@ -12,7 +12,8 @@
           tensor is the one read here: no copy of ours. (Stock's costs 2 x 1152 bytes a head: 64 heads and 64 rows 9.4 MB, 2.2 us at
           4.25 TB/s, *derived*.) What stock does after it is left out: zeros and a copy up to 64 heads where a rank has fewer.
 *Scale*   the layer's. Rows are written without a global scale, so `latent_scale` is 1; these models have no sinks.
-*Memory*  partial outputs, fp32, 2052 bytes a head, row and split, where rows are few; `parts_bytes` bounds them.
+*Memory*  partial outputs in fp32 where rows are few, 2052 bytes a head, row and split: at a top-k of 2048 at most 52 MB (*derived*), beside
+          `--mem-fraction-static`, like the scratch. A pool's bytes are the same either way.
 *Boot*    `prove` runs the kernel once before the first graph is captured, on a row whose answer is known.
 *Ranks*   Nothing that ranks exchange depends on the choice.
 """
@@ -34,6 +35,8 @@ MOST_QUERIES = 8  # rows of a request: what the kernel is made for
 PROBE = 2048  # names in the table of `prove`: enough for several splits
 
 logger = logging.getLogger(__name__)
+
+_proven: set[tuple[str, int, int]] = set()
 
 
 def chosen(feature: str) -> bool:
@@ -71,13 +74,39 @@ def attend(
     ).out
 
 
+def attend_pages(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    sm_scale: float,
+    splits: int | None,
+) -> torch.Tensor:
+    """Attention of the last tokens of each request to all of its tokens up to themselves.
+
+    Args:
+        q: bf16 [requests, queries, heads, 512 + rope].
+        cache: uint8 [slots, 1, width], the pool.
+        pages: int32 [requests, n], of 64 slots.
+        lengths: int32 [requests].
+
+    Returns:
+        bf16 [requests, queries, heads, 512], contiguous.
+    """
+    return sparse_mla_decode(
+        q, cache, sm_scale=sm_scale, page_table=pages, lengths=lengths, splits=splits
+    ).out
+
+
 def prove(rows: KeptRows, heads: int, width: int, device: torch.device) -> None:
-    """Run the kernel once, or end the process with one line where it cannot be had or answers wrongly.
+    """Run the kernel once for these heads, or end the process with one line where it cannot be had or answers wrongly.
 
     Args:
         heads: of this rank.
         width: bytes of a row.
     """
+    if (rows.feature, heads, width) in _proven:
+        return
     row = row_format(width)
     latent = torch.linspace(-3, 3, LATENT_DIM, device=device)[None].to(torch.bfloat16)
     rope = latent[:, : row.rope_dim]
@@ -99,6 +128,7 @@ def prove(rows: KeptRows, heads: int, width: int, device: torch.device) -> None:
         rows.refuse(
             f"sparse_mla_decode answers wrongly on this GPU (off by {wrong:.3g}); {instead}"
         )
+    _proven.add((rows.feature, heads, width))
     from sglang.srt.utils import log_info_on_rank0
 
     log_info_on_rank0(

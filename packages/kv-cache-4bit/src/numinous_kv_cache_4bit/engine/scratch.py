@@ -45,7 +45,6 @@ class ScratchRows(KeptRows):
     def __init__(self, feature: str, row: RowFormat, architectures: tuple[str, ...]) -> None:
         self.scratch = stock_fp8_of(row)
         self.native = False  # decode without a scratch; said at boot
-        self._proven: set[int] = set()
         super().__init__(feature, row, architectures, self.scratch)
 
     def around_width(
@@ -75,9 +74,8 @@ class ScratchRows(KeptRows):
             )
         self.describe(pool)
         self.native = native.chosen(self.feature)
-        if self.native and backend.num_q_heads not in self._proven:
+        if self.native:
             native.prove(self, backend.num_q_heads, self.row.width, pool.kv_buffer[0].device)
-            self._proven.add(backend.num_q_heads)
 
     def around_attention(
         self,
