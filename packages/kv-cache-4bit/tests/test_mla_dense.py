@@ -630,9 +630,10 @@ def test_native_bytes(native_pages: Any, engine: Any) -> None:
     assert pool.get_kv_size_bytes() == (SLOTS + 64) * ours.cell_size(LAYERS, 0)
     for tokens in (1, 3, 64, 400, 4096):
         for heads in (8, 16, 128):
-            splits = mla_dense_native.most_splits(tokens, heads) or MAX_SPLITS
+            splits = mla_dense_native.most_splits(tokens, heads, 3200) or MAX_SPLITS
             parts = splits * tokens * heads * mla_dense_native.PART
             assert splits == 1 or parts <= mla_dense_native.PARTS
+    assert mla_dense_native.most_splits(64, 128, 1) == 1
 
 
 # --- A cached prefix in front of multi-head attention ----------------------------------------------------------------

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,7 @@ from numinous_kv_cache_4bit.engine import (
     glm_flash,
     glm_flash_fp8,
     mla_decode_fp8,
+    mla_dense_native,
     native,
     rows,
     scratch,
@@ -479,67 +480,117 @@ def test_native_lies_around_the_feature_that_pads() -> None:
 
 
 @pytest.mark.tier("interpret")
-@pytest.mark.parametrize("width", [352, 288, 656, 528])
+@pytest.mark.parametrize("width", [352, 528])
 def test_the_adapter_calls_the_kernel_as_it_is(width: int) -> None:
-    """The public function with the engine's shapes, and the proof at boot."""
+    """The public function with the engine's shapes, sparse and dense."""
     row = sparse_mla_decode.row_format_of(width)
     both, packed = random_rows(PAGES * PAGE, width)
     cache = packed.clone()
     cache[:PAGE] = 0x7F
-    table = torch.full((3, 37), -1, dtype=torch.int64)
+    table = torch.full((2, 37), -1, dtype=torch.int64)
     table[0, ::2] = torch.arange(100, 119)
-    table[1, 3] = 639
-    q = both[:24].view(3, 8, -1)
-    if row.stock:
-        cache = cache.view(torch.float8_e4m3fn)
-    out = native.attend(q, cache, table, SCALE)
-    assert (out.shape, out.is_contiguous()) == ((3, 1, 8, 512), True)
-    want = sparse_mla_decode.reference(
-        q[:, None], cache.view(torch.uint8)[:, 0], sm_scale=SCALE, index=table[:, None]
-    )
-    assert close(out, want["out"].float(), 0.005)
-    assert not out[2].any()
+    q = both[:16].view(2, 8, -1)
+    held = cache.view(torch.float8_e4m3fn) if row.stock else cache
+    out = native.attend(q, held, table, SCALE)
+    assert (out.shape, out.is_contiguous()) == ((2, 1, 8, 512), True)
+    of = {"sm_scale": SCALE, "index": table[:, None]}
+    want = sparse_mla_decode.reference(q[:, None], cache[:, 0], **of)["out"]
+    assert close(out, want.float(), 0.005)
+    assert not out[1].any()
+    pages, lengths = torch.tensor([[4, 1, 9]], dtype=torch.int32), torch.tensor([70]).int()
+    out = native.attend_pages(q[None], cache, pages, lengths, SCALE, 2)
+    of = {"sm_scale": SCALE, "page_table": pages, "lengths": lengths}
+    assert close(out, sparse_mla_decode.reference(q[None], cache[:, 0], **of)["out"].float(), 0.005)
+
+
+def captured(run: Callable[[], torch.Tensor], gpu: torch.device) -> tuple[torch.Tensor, Any]:
+    """The output of a captured call, and its replay; on a CPU, a call again into the same output."""
+    out = run()
+    if gpu.type == "cpu":
+        return out, lambda: out.copy_(run())
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return out, graph.replay
+
+
+def check_decode(width: int, heads: int, sizes: list[tuple[int, int]], gpu: torch.device) -> None:
+    """Rows and names as the engine gives them, captured once, replayed with other queries and tables."""
+    row = sparse_mla_decode.row_format_of(width)
+    cache = random_rows(PAGES * PAGE, width)[1].to(gpu).clone()
+    cache[:PAGE] = 0x7F
+    held = cache.view(torch.float8_e4m3fn) if row.stock else cache
+    generator = torch.Generator().manual_seed(3)
+    for count, names in sizes:
+        table = torch.randint(PAGE, PAGES * PAGE, (count, names), generator=generator).int()
+        table[:, 5::7] = -1
+        table[count // 2, count:] = -1
+        q = torch.randn(count, heads, 512 + row.rope_dim, generator=generator)
+        q, table = q.to(gpu, torch.bfloat16), table.to(gpu)
+        out, replay = captured(lambda q=q, table=table: native.attend(q, held, table, SCALE), gpu)  # type: ignore[misc]
+        for shift in (0, 1):
+            table.copy_(table.roll(shift, 1))
+            q.copy_(q.roll(shift, 0))
+            replay()
+            of = {"sm_scale": SCALE, "index": table[:, None]}
+            want = sparse_mla_decode.reference(q[:, None], cache[:, 0], **of)["out"]
+            assert close(out, want.float(), 0.01)
+
+
+def check_pages(heads: int, queries: int, width: int, gpu: torch.device) -> None:
+    """Dense: captured over a table of so many pages, replayed with other lengths and pages."""
+    cache = random_rows(PAGES * PAGE, KV4.width)[1].to(gpu).clone()
+    cache[:PAGE] = 0x7F
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(3, queries, heads, 576, generator=generator).to(gpu, torch.bfloat16)
+    pages = torch.randint(1, PAGES, (3, width), generator=generator, dtype=torch.int32).to(gpu)
+    lengths = torch.tensor([5, 70, 64], dtype=torch.int32, device=gpu)
+    splits = mla_dense_native.most_splits(3 * queries, heads, width)
+    given = (q, cache, pages, lengths, SCALE, splits)
+    out, replay = captured(lambda: native.attend_pages(*given), gpu)
+    for other in ([5, 70, 64], [64 * width, 4, 8], [9, 9, 63 * width]):
+        lengths.copy_(torch.tensor(other))
+        pages.copy_(pages.roll(1, 1))
+        replay()
+        of = {"sm_scale": SCALE, "page_table": pages, "lengths": lengths}
+        want = sparse_mla_decode.reference(q, cache[:, 0], **of)["out"]
+        assert close(out, want.float(), 0.01)
+
+
+def test_device_tests_on_the_stand_in(native_kernel: NativeKernel) -> None:
+    """The device tests below, on the CPU: what they compute and how they compare is right."""
+    for width in (352, 528):
+        check_decode(width, 8, [(1, 64), (3, 67)], torch.device("cpu"))
+    check_pages(16, 4, 2, torch.device("cpu"))
+    assert len(native_kernel.calls) == 16
 
 
 @pytest.mark.tier("device", archs=("sm90",))
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize("width", [352, 288, 656, 528])
 def test_native_decode_on_the_gpu(width: int, heads: int, gpu: torch.device) -> None:
-    """Proof at boot; decode of 1 to 133 rows as the engine calls it; captured once, replayed with other tables."""
-    row = sparse_mla_decode.row_format_of(width)
+    check_decode(width, heads, [(1, 2048), (7, 2051), (133, 2048)], gpu)
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_native_decode_of_pages_on_the_gpu(queries: int, heads: int, gpu: torch.device) -> None:
+    check_pages(heads, queries, 32, gpu)
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("width", [352, 288, 656, 528])
+def test_the_proof_at_boot_on_the_gpu(width: int, heads: int, gpu: torch.device) -> None:
+    pytest.importorskip("sglang", reason="the line at boot is logged by SGLang")
     owner: Any = SimpleNamespace(feature="kv4.mla_decode_fp8", refuse=pytest.fail)
     native.prove(owner, heads, width, gpu)
-    cache = random_rows(PAGES * PAGE, width)[1].to(gpu).clone()
-    cache[:PAGE] = 0x7F
-    generator = torch.Generator().manual_seed(3)
-    for count, names in ((1, 2048), (7, 2051), (133, 2048)):
-        table = torch.randint(PAGE, PAGES * PAGE, (count, names), generator=generator).int()
-        table[:, 5::7] = -1
-        table[count // 2, count:] = -1
-        q = torch.randn(count, heads, 512 + row.rope_dim, generator=generator).to(
-            gpu, torch.bfloat16
-        )
-        table = table.to(gpu)
-        native.attend(q, cache, table, SCALE)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = native.attend(q, cache, table, SCALE)
-        for shift in (0, 1):
-            table.copy_(table.roll(shift, 1))
-            q.copy_(q.roll(shift, 0))
-            graph.replay()
-            want = sparse_mla_decode.reference(
-                q[:, None], cache[:, 0], sm_scale=SCALE, index=table[:, None]
-            )
-            assert close(out, want["out"].float(), 0.01)
 
 
-def test_hooked_function_takes_what_the_adapter_names() -> None:
+def test_hooked_function_takes_what_the_adapter_names(engine: Any) -> None:
     """Names and order of `_forward_flashmla_kv`'s arguments, which the engine passes by name."""
-    pytest.importorskip("sglang", reason="engine tests need SGLang")
-    from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend as Backend
-
-    theirs = list(inspect.signature(inspect.unwrap(Backend._forward_flashmla_kv)).parameters)
+    stock = inspect.unwrap(engine.dsa.DeepseekSparseAttnBackend._forward_flashmla_kv)
     ours = list(inspect.signature(mla_decode_fp8.around_attention).parameters)
-    assert ours == ["original", "backend", *theirs[1:]]
+    assert ours == ["original", "backend", *list(inspect.signature(stock).parameters)[1:]]

@@ -75,16 +75,20 @@ def attend(
         table,
         lengths,
         layer.scaling,
-        most_splits(tokens, heads),
+        most_splits(tokens, heads, table.shape[1]),
     )
     rows.count.engaged()
     return out.view(-1, heads * layer.v_head_dim)
 
 
-def most_splits(tokens: int, heads: int) -> int | None:
-    """Splits that leave at most `PARTS` bytes of partial outputs; None, the kernel's choice, where any number does."""
+def most_splits(tokens: int, heads: int, pages: int) -> int | None:
+    """Splits that leave at most `PARTS` bytes of partial outputs; None, the kernel's choice, where any number of its own does.
+
+    Args:
+        pages: of a table.
+    """
     splits = PARTS // (PART * tokens * heads)
-    return None if splits >= MOST_SPLITS else max(1, splits)
+    return None if splits >= MOST_SPLITS else max(1, min(splits, pages))
 
 
 def _tables(
