@@ -26,4 +26,4 @@ _harness = _load("harness")
 _load("block_model")
 
 engine, hopper = _harness.engine, _harness.hopper
-reference_kernels = _harness.reference_kernels
+native_kernel, reference_kernels = _harness.native_kernel, _harness.reference_kernels

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.engine import flashmla, rows, scratch
-from numinous_kv_cache_4bit.kernels import kv4_compact, kv4_gather, kv4_write
+from numinous_kv_cache_4bit.engine import flashmla, native, rows, scratch
+from numinous_kv_cache_4bit.kernels import kv4_compact, kv4_gather, kv4_write, sparse_mla_decode
 from numinous_tooling.formats import LATENT_DIM, RowFormat, row_format
 from numinous_tooling.patching.feature import Feature
 
@@ -155,6 +155,47 @@ class FlashMLA(types.ModuleType):
         return out.to(torch.bfloat16), None, None
 
 
+class NativeKernel:
+    """`sparse_mla_decode` by its reference, in bf16 as the kernel returns it; refuses what the public function refuses.
+
+    `calls` lists (requests, queries, heads, entries of a table) of each call, `pools` the rows that it was given.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int, int]] = []
+        self.pools: list[torch.Tensor] = []
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        *,
+        sm_scale: float,
+        index: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        splits: int | None = None,
+    ) -> sparse_mla_decode.Decoded:
+        sparse_mla_decode._checked(
+            q, pool, sm_scale, index, page_table, lengths, None, 1.0, splits
+        )  # fmt: skip
+        table = page_table if index is None else index
+        assert table is not None
+        self.calls.append((*q.shape[:3], table.shape[-1]))
+        self.pools.append(pool)
+        of = {"index": index, "page_table": page_table, "lengths": lengths}
+        made = sparse_mla_decode.reference(q, pool.flatten(0, -2), sm_scale=sm_scale, **of)
+        return sparse_mla_decode.Decoded(made["out"].to(torch.bfloat16), made["lse"].float())
+
+
+@pytest.fixture
+def native_kernel(monkeypatch: Any) -> NativeKernel:
+    """In the kernel's place where adapters call it."""
+    kernel = NativeKernel()
+    monkeypatch.setattr(native, "sparse_mla_decode", kernel)
+    return kernel
+
+
 @pytest.fixture(scope="module")
 def engine() -> Any:
     """Modules of the engine."""
@@ -229,9 +270,13 @@ class Count:
 
     def __init__(self) -> None:
         self.seen = 0
+        self.reasons: list[str] = []
 
     def engaged(self, n: int = 1) -> None:
         self.seen += n
+
+    def refused(self, reason: str) -> None:
+        self.reasons.append(reason)
 
 
 @functools.cache

@@ -18,12 +18,15 @@ from typing import Any
 
 import pytest
 import torch
-from kv4_harness import DRAFT, Count, hooks_of
+from kv4_harness import DRAFT, Count, close, hooks_of
 
 from numinous_kv_cache_4bit.engine import mla_dense as ours
+from numinous_kv_cache_4bit.engine import mla_dense_native, native
 from numinous_kv_cache_4bit.engine import rows as kept
 from numinous_kv_cache_4bit.hooks.mla_dense import FEATURE
 from numinous_kv_cache_4bit.kernels import kv4_expand, kv4_gather, kv4_write
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import MAX_SPLITS
+from numinous_kv_cache_4bit.options import DECODE, MLA_DENSE
 from numinous_tooling.formats import KV4
 
 HEADS, SLOTS, LAYERS = 3, 320, 2
@@ -208,6 +211,7 @@ def configurator(engine: Any, *, draft: bool = False, layers: int = LAYERS, **ch
             kv_lora_rank=512,
             qk_rope_head_dim=64,
             context_len=CONTEXT,
+            num_attention_heads=HEADS,
             hf_config=Config(architectures=["DeepseekV3ForCausalLM"]),
             linear_attn_registry_result=None,
         ),
@@ -406,11 +410,16 @@ CASES = [
 
 
 def both(
-    kernels: Any, engine: Any, monkeypatch: Any, name: str, case: tuple[str, list[int], list[int]]
+    kernels: Any,
+    engine: Any,
+    monkeypatch: Any,
+    name: str,
+    case: tuple[str, list[int], list[int]],
+    page: int = 1,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Outputs of each layer: the feature's, and stock's over what the rows stand for."""
     found = []
-    page = 64 if name == "flashmla" else 1
+    page = 64 if name == "flashmla" else page
     for exact in (False, True):
         pool = stock_pool(engine, page=page) if exact else build(engine, page=page)
         fill(pool, exact=exact)
@@ -421,7 +430,7 @@ def both(
             pool.set_kv_buffer = lambda layer, loc, k, v, pool=pool: pool._write_mla_kv_buffer(
                 pool.kv_buffer[layer.layer_id], loc, k[..., :512], k[..., 512:]
             )
-            pool.attending = _nothing
+            pool.attending, pool.native = _nothing, False
         backend.init_forward_metadata(made)
         found.append([forward(backend, made, number) for number in range(LAYERS)])
     return list(zip(*found, strict=True))
@@ -525,6 +534,106 @@ def test_nobody_reads_without_a_batch(installed: Any, engine: Any) -> None:
         assert torch.equal(pool.get_value_buffer(1)[5:8], want[4:7, :, :512])
         assert torch.equal(pool.get_key_buffer(1)[5:8], want[4:7])
     assert pool.get_key_buffer(1).device.type == "meta"
+
+
+# --- Native decode --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def native_pages(installed: Any, native_kernel: Any, monkeypatch: Any) -> Any:
+    """The option says native; the kernel is its reference."""
+    monkeypatch.setenv(DECODE[MLA_DENSE].name, "native")
+    monkeypatch.setattr(native, "_proven", set())
+    monkeypatch.setattr(native, "PROBE", 64)
+    return native_kernel
+
+
+@pytest.mark.parametrize(("name", "case"), PAIRS)
+def test_native(
+    name: str, case: Any, kernels: Any, native_pages: Any, engine: Any, replaced: Count, monkeypatch: Any
+) -> None:  # fmt: skip
+    """Few new tokens: stock's page tables, no shadow, no attention of stock's; what stock gives but for bf16. Prefill: as before."""
+    stock = kernels.package.flash_attn if name == "fa3" else kernels.package.flash_mla
+    before = stock.calls
+    pairs = both(kernels, engine, monkeypatch, name, case, page=64)
+    extend = case[0] == "EXTEND"
+    for got, want in pairs:
+        assert torch.equal(got, want) if extend else close(got, want.float(), 0.005)
+    assert stock.calls - before == LAYERS * (2 if extend else 1), "stock's own half of the pairs"
+    queries = DRAFT if case[0] == "TARGET_VERIFY" else 1
+    calls = [(len(case[1]), queries, HEADS)] * (0 if extend else LAYERS)
+    assert [call[:3] for call in native_pages.calls[1:]] == calls
+    assert (replaced.seen, replaced.reasons) == (LAYERS, [])
+
+
+@pytest.mark.parametrize("fault", ["scale", "layer", "halves of q", "lengths", "tables"])
+@pytest.mark.parametrize(("name", "case"), [("fa3", CASES[0]), ("flashmla", CASES[1])])
+def test_native_faults_are_seen(
+    fault: str, name: str, case: Any, kernels: Any, native_pages: Any, engine: Any, monkeypatch: Any
+) -> None:  # fmt: skip
+    def wrong(q: Any, pool: Any, *, sm_scale: float, **of: Any) -> Any:
+        if "lengths" in of:  # not the proof at boot
+            sm_scale *= 1.5 if fault == "scale" else 1
+            pool = filling(2, len(pool))[0] if fault == "layer" else pool
+            q = q.roll(288, -1) if fault == "halves of q" else q
+            of["lengths"] = of["lengths"] - int(fault == "lengths")
+            of["page_table"] = of["page_table"].roll(int(fault == "tables"), 0)
+        return native_pages(q, pool, sm_scale=sm_scale, **of)
+
+    monkeypatch.setattr(native, "sparse_mla_decode", wrong)
+    pairs = both(kernels, engine, monkeypatch, name, case, page=64)
+    assert not all(close(got, want.float(), 0.02) for got, want in pairs)
+
+
+def test_native_reads_tables_where_they_are(
+    kernels: Any, native_pages: Any, engine: Any, monkeypatch: Any
+) -> None:
+    """A captured graph replays with other contents of stock's buffers, which are handed on as they are, FlashMLA's in their whole width."""
+    pool = build(engine, page=64)
+    backend = make_backend(kernels, engine, "fa3", pool, monkeypatch)
+    made = batch(engine, backend, *CASES[0])
+    backend.init_forward_metadata(made)
+    metadata = backend.forward_metadata
+    both_backends = SimpleNamespace(_select_backend=lambda mode: backend)  # prefill's and decode's
+    for asked in (backend, both_backends):
+        table, lengths, queries = mla_dense_native._tables(ours.ROWS, asked, made, 3)
+        assert (table is metadata.page_table, lengths is metadata.cache_seqlens_int32) == (True, True)  # fmt: skip
+        assert (queries, lengths.tolist(), table.shape) == (1, [40, 1, 65], (3, 2))
+    backend = make_backend(kernels, engine, "flashmla", pool, monkeypatch)
+    buffer = torch.arange(20, dtype=torch.int32).view(4, 5)
+    backend.forward_metadata = SimpleNamespace(block_kv_indices=buffer[:3, :1], seq_lens_k=None)
+    table, lengths, _ = mla_dense_native._tables(ours.ROWS, backend, made, 3)
+    assert torch.equal(table, buffer[:3])
+    assert (table.data_ptr(), lengths.tolist()) == (buffer.data_ptr(), [40, 1, 65])
+
+
+def test_native_takes_what_is_made_for_it(
+    kernels: Any, native_pages: Any, engine: Any, replaced: Count, monkeypatch: Any
+) -> None:
+    pool = build(engine, page=64)
+    backend = make_backend(kernels, engine, "fa3", pool, monkeypatch)
+    made = batch(engine, backend, *CASES[1])
+    backend.init_forward_metadata(made)
+    for tokens in (5, 18):  # not the same number for each of two requests; nine for each
+        assert mla_dense_native._tables(ours.ROWS, backend, made, tokens) is None
+    assert mla_dense_native._tables(ours.ROWS, backend, made, 4) is None, "metadata of three"
+    assert replaced.reasons == ["queries"] * 3
+    with pytest.raises(SystemExit, match="page tables of fa3 and flashmla, this is a Simple"):
+        mla_dense_native._tables(ours.ROWS, SimpleNamespace(forward_metadata=None), made, 6)
+    with pytest.raises(SystemExit, match="pages of 64 tokens, these have 1: add --page-size 64, or set NUMINOUS_KV4_MLA_DENSE_DECODE=scratch"):  # fmt: skip
+        build(engine)
+
+
+def test_native_bytes(native_pages: Any, engine: Any) -> None:
+    """The shadow stays, for prefill, and is counted; partial outputs are bounded whatever the context is."""
+    pool = build(engine, page=64)
+    assert pool.get_kv_size_bytes() == (SLOTS + 64) * ours.cell_size(LAYERS, 0)
+    for tokens in (1, 3, 64, 400, 4096):
+        for heads in (8, 16, 128):
+            splits = mla_dense_native.most_splits(tokens, heads, 3200) or MAX_SPLITS
+            parts = splits * tokens * heads * mla_dense_native.PART
+            assert splits == 1 or parts <= mla_dense_native.PARTS
+    assert mla_dense_native.most_splits(64, 128, 1) == 1
 
 
 # --- A cached prefix in front of multi-head attention ----------------------------------------------------------------

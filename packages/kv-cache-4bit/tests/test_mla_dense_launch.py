@@ -10,7 +10,12 @@ import pytest
 from numinous_kv_cache_4bit.engine import mla_dense as ours
 from numinous_kv_cache_4bit.hooks.launch import UNCOVERED
 from numinous_kv_cache_4bit.hooks.mla_dense import BACKEND_ARGUMENTS, FEATURE, judge
-from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, DENSE_BACKENDS
+from numinous_kv_cache_4bit.options import (
+    DECODE,
+    DENSE_ARCHITECTURES,
+    DENSE_BACKENDS,
+    MLA_DENSE,
+)
 from numinous_tooling.patching.boot import fits
 from numinous_tooling.patching.engine import find_engine
 from numinous_tooling.patching.serve_command import FIELDS, ServeCommand
@@ -19,6 +24,8 @@ V3 = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 128, "k
 KIMI = {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": V3 | {"num_attention_heads": 64}}  # fmt: skip
 DEFAULTS = {
     "kv_cache_dtype": "auto",
+    "page_size": None,
+    "speculative_attention_mode": "prefill",
     "dsa_prefill_backend": None,
     "dsa_decode_backend": None,
     "dtype": "auto",
@@ -70,6 +77,32 @@ def test_judge(given: dict[str, Any], said: str | None) -> None:
         assert len(lines) == (said is not None), lines
         assert said is None or said in lines[0]
         assert not any("\n" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"page_size": 64}, None),
+        ({"page_size": 64, "attention_backend": "fa3", "speculative_algorithm": "EAGLE"}, None),
+        ({"attention_backend": "flashmla"}, None),
+        ({"decode_attention_backend": "flashmla", "prefill_attention_backend": "fa3"}, None),
+        ({}, "native decode reads pages of 64 tokens: add --page-size 64, or set NUMINOUS_KV4_MLA_DENSE_DECODE=scratch"),
+        ({"page_size": 1, "attention_backend": "fa3"}, "add --page-size 64"),
+        ({"page_size": 64, "attention_backend": "triton"}, "not of triton: choose one of them"),
+        ({"page_size": 64, "decode_attention_backend": "flashinfer"}, "not of flashinfer"),
+        ({"page_size": 64, "speculative_draft_attention_backend": "triton"}, "not of triton"),
+        ({"page_size": 64, "prefill_attention_backend": "triton"}, "not of triton"),
+    ],
+)  # fmt: skip
+def test_judge_of_native_decode(given: dict[str, Any], said: str | None) -> None:
+    def lines(word: str) -> list[str]:
+        environ = {DECODE[MLA_DENSE].name: word}
+        return list(judge(ServeCommand(FP8 | given, DEFAULTS, environ=environ, model_config=V3)))
+
+    assert lines("scratch") == lines("") == []
+    found = lines("native")
+    assert len(found) == (said is not None), found
+    assert said is None or said in found[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 from numinous_tooling.patching import Feature, Option, PatchError, flags
 
 WAIT = Option("NUMINOUS_SCHEDULER_A_WAIT_MS", "float", 5.0, "Wait.", minimum=0)
-A = Feature(id="scheduler.a", sentence="", arch={}, patches=(), options=(WAIT,))
+PATH = Option("NUMINOUS_SCHEDULER_A_PATH", "str", "old", "Path.", choices=("old", "new"))
+A = Feature(id="scheduler.a", sentence="", arch={}, patches=(), options=(WAIT, PATH))
 B = Feature(id="scheduler.b", sentence="", arch={}, patches=(), requires=("scheduler.a",))
 C = Feature(id="kv4.c", sentence="", arch={}, patches=(), conflicts=("scheduler.a",))
 ALL = [A, B, C]
@@ -40,6 +41,7 @@ def test_off(text):
         ({"NUMINOUS_SCHEDULER_A": "1", WAIT.name: "-1"}, "out of range"),
         ({"NUMINOUS_SCHEDULER_A": "1", WAIT.name: "nan"}, "out of range"),
         ({"NUMINOUS_SCHEDULER_A": "1", WAIT.name: "inf"}, "out of range"),
+        ({"NUMINOUS_SCHEDULER_A": "1", PATH.name: "newest"}, "'newest' is none of old, new"),
     ],
 )
 def test_refused_in_one_line(environ, text):
@@ -52,6 +54,7 @@ def test_refused_in_one_line(environ, text):
 def test_options():
     assert flags.option_value(WAIT, {}) == 5.0
     assert flags.option_value(WAIT, {WAIT.name: "7.5"}) == 7.5
+    assert [flags.option_value(PATH, {PATH.name: text}) for text in ("", "new")] == ["old", "new"]
     assert on(NUMINOUS_SCHEDULER_A="0", NUMINOUS_SCHEDULER_A_WAIT_MS="3") == []
 
 

@@ -47,5 +47,6 @@ KERNELS = (
         sentence="Attends from a few queries to named rows of a 4-bit or FP8 MLA cache, decoded in shared memory on Hopper and Blackwell.",
         arch=COMPILED,
         peers=("flashmla-fp8", "gather-flashmla"),
+        feature="kv4.mla_decode_fp8",
     ),
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from numinous_tooling.patching import Feature
 
-from .hooks import glm_dsa, glm_flash, glm_flash_fp8, mla_dense
+from .hooks import glm_dsa, glm_flash, glm_flash_fp8, mla_decode_fp8, mla_dense
 
 
 def features() -> tuple[Feature, ...]:
     """Every feature of the room; importable without torch and without the engine."""
-    return (glm_dsa.FEATURE, glm_flash.FEATURE, glm_flash_fp8.FEATURE, mla_dense.FEATURE)
+    return tuple(
+        module.FEATURE for module in (glm_dsa, glm_flash, glm_flash_fp8, mla_decode_fp8, mla_dense)
+    )

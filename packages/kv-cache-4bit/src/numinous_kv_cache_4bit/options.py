@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the features of this package, which declarations and adapters share."""
+"""Names and options of the features of this package, which declarations and adapters share."""
 
 from __future__ import annotations
+
+from numinous_tooling.patching import Option
+from numinous_tooling.patching.feature import flag_of
 
 GLM_FLASH_FP8 = "kv4.glm_flash_fp8"
 GLM_FLASH = "kv4.glm_flash"
@@ -24,3 +27,26 @@ DENSE_ARCHITECTURES = (
 )
 DENSE_BACKENDS = ("fa3", "flashmla", "flashinfer", "triton")
 """Attention backends that read a bf16 cache of these models on Hopper; stock's choice is the first."""
+NATIVE_DENSE_BACKENDS = ("fa3", "flashmla")
+"""Of these, the ones whose page tables of 64-token pages native decode reads."""
+
+MLA_DECODE_FP8 = "kv4.mla_decode_fp8"
+FP8_ARCHITECTURES = (
+    *DSA_ARCHITECTURES,
+    "DeepseekV32ForCausalLM",
+    "DeepseekV3ForCausalLMNextN",  # its draft
+    *FLASH_ARCHITECTURES,  # with `kv4.glm_flash_fp8`
+)
+
+SCRATCH, NATIVE = "scratch", "native"
+DECODE = {
+    feature: Option(
+        name=f"{flag_of(feature)}_DECODE",
+        kind="str",
+        default=SCRATCH,
+        doc="How decode reads 4-bit rows: converted for stock's kernel (scratch), or by sparse_mla_decode where they lie (native).",
+        choices=(SCRATCH, NATIVE),
+    )
+    for feature in (GLM_DSA, GLM_FLASH, MLA_DENSE)
+}
+"""The option of each feature with 4-bit rows."""

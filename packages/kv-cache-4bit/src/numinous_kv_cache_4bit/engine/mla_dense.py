@@ -14,7 +14,9 @@
 *Why not compact*  A scratch for the live rows alone would need page tables of its own in four backends, their graphs included, and saves
            nothing where it counts: a full pool is a batch of that many live rows, and prefixes that requests share would stand in it once
            for each.
-*Seam*     A kernel that reads 352-byte rows takes `DensePool.kv_buffer` and the arguments of `around_attention`, in place of its `with`.
+*Native*   With ``NUMINOUS_KV4_MLA_DENSE_DECODE=native`` batches of few new tokens a request read `DensePool.kv_buffer` itself, 352 bytes a live row
+           (`mla_dense_native`), in place of shadow and backend. The shadow stays, and is counted: prefill in a captured graph, or behind a
+           short cached prefix, reads it at any slot.
 *Ranks*    Every rank of tensor parallelism has the same rows, lengths and slots; nothing here decides what runs.
 """
 
@@ -25,8 +27,9 @@ from typing import Any
 
 import torch
 
+from numinous_kv_cache_4bit.engine import mla_dense_native, native
 from numinous_kv_cache_4bit.engine.rows import KeptRows, bf16_width
-from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, MLA_DENSE
+from numinous_kv_cache_4bit.options import DECODE, DENSE_ARCHITECTURES, MLA_DENSE, SCRATCH
 from numinous_tooling.formats import KV4, LATENT_DIM, STOCK_FP8_RAW
 
 ROWS = KeptRows(MLA_DENSE, KV4, DENSE_ARCHITECTURES, STOCK_FP8_RAW)
@@ -80,6 +83,9 @@ def around_pool(
             f"{model.kv_lora_rank} and {model.qk_rope_head_dim}"
         )
     DensePool.rows = ROWS
+    DensePool.native = native.chosen(MLA_DENSE)
+    if DensePool.native:
+        _check_native(configurator)
     _wait_for_whole_forward()
     layers = configurator.layer_info
     return DensePool(
@@ -95,6 +101,18 @@ def around_pool(
         end_layer=layers.end_layer,
         draft=configurator.is_draft_worker,
     )
+
+
+def _check_native(configurator: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    if configurator.pool_page_size != mla_dense_native.PAGE:
+        ROWS.refuse(
+            f"native decode reads pages of {mla_dense_native.PAGE} tokens, these have {configurator.pool_page_size}: "
+            f"add --page-size {mla_dense_native.PAGE}, or set {DECODE[MLA_DENSE].name}={SCRATCH}"
+        )
+    heads = configurator.model_config.num_attention_heads // get_parallel().attn_tp_size
+    native.prove(ROWS, heads, KV4.width, torch.device(configurator.device))
 
 
 def _wait_for_whole_forward() -> None:
@@ -132,8 +150,15 @@ def around_attention(
     save_kv_cache: bool = True,
     **more: Any,
 ) -> Any:
-    """`AttentionBackend.forward`, of every backend and phase: within it, the pool knows whose rows are live."""
+    """`AttentionBackend.forward`, of every backend and phase: native, or with a pool that knows whose rows are live."""
     pool = backend.token_to_kv_pool
+    # What else a backend may be asked for (sinks, score functions) is not native's.
+    if pool.native and more.keys() <= {"q_rope", "k_rope"}:
+        out = mla_dense_native.attend(
+            ROWS, backend, pool, q, k, v, layer, forward_batch, save_kv_cache, **more
+        )
+        if out is not None:
+            return out
     table = backend.req_to_token_pool.req_to_token
     with pool.attending(table, forward_batch, _extra(forward_batch)):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)

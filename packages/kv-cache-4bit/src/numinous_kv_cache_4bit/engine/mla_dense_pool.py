@@ -39,6 +39,9 @@ class DensePool(MLATokenToKVPool):
     rows: KeptRows
     """Set by the feature: encoder and decoder, refusals, counters."""
 
+    native = False
+    """Set by the feature: whether batches of few new tokens are attended without the shadow."""
+
     def __init__(self, *args: Any, draft: bool, **named: Any) -> None:
         self.draft = draft
         super().__init__(*args, **named)

@@ -5,6 +5,8 @@
           becomes the identity with -1 kept (`kv4_gather`). Several (verification, prefill): rows of a request share most slots, so
           the distinct ones are converted once each and the table is renumbered (`kv4_compact`); a rule of shapes alone, so that a
           captured graph and every rank decide alike.
+*Native*  With ``NUMINOUS_KV4_…_DECODE=native`` batches of few tokens a request read the rows themselves (`native`), and a scratch is left to
+          prefill: none in a captured graph of decode or verification, none at all where prefill is ``flashmla_sparse``.
 *Memory*  A scratch holds at most `SCRATCH_ROWS` rows: 344 MB of 656 bytes. Its size follows from shapes, in prefill also from the
           tokens of the batch, which the host knows: nothing synchronises. Batches that name more go in turns. It is a plain
           allocation: layers share it through the allocator, and a captured graph owns its own.
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 
-from numinous_kv_cache_4bit.engine import flashmla
+from numinous_kv_cache_4bit.engine import flashmla, native
 from numinous_kv_cache_4bit.engine.rows import KeptRows
 from numinous_kv_cache_4bit.kernels.codec import stock_fp8_of
 from numinous_kv_cache_4bit.kernels.kv4_compact import kv4_compact
@@ -42,6 +44,7 @@ class ScratchRows(KeptRows):
 
     def __init__(self, feature: str, row: RowFormat, architectures: tuple[str, ...]) -> None:
         self.scratch = stock_fp8_of(row)
+        self.native = False  # decode without a scratch; said at boot
         super().__init__(feature, row, architectures, self.scratch)
 
     def around_width(
@@ -70,6 +73,9 @@ class ScratchRows(KeptRows):
                 f"index_topk {backend.dsa_index_topk}; FlashMLA takes multiples of {flashmla.BLOCK}"
             )
         self.describe(pool)
+        self.native = native.chosen(self.feature)
+        if self.native:
+            native.prove(self, backend.num_q_heads, self.row.width, pool.kv_buffer[0].device)
 
     def around_attention(
         self,
@@ -97,6 +103,8 @@ class ScratchRows(KeptRows):
         if not rows:
             return q_all.new_empty((0, 1, layer.tp_q_head_num, v_head_dim))
         self.count.engaged()
+        if self.native and native.takes(metadata, rows):
+            return native.attend(q_all, kv_cache, page_table_1, sm_scale)
         view = flashmla.View(backend, self.scratch.width)
         table = flashmla.padded_table(view, page_table_1, self.feature)
         pool = kv_cache.view(torch.uint8)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from numinous_kv_cache_4bit.hooks.kept_rows import BACKEND, KERNELS, MHA, kept_rows_hooks
 from numinous_kv_cache_4bit.hooks.launch import judge_rows
-from numinous_kv_cache_4bit.options import DSA_ARCHITECTURES, DSA_PREFILLS, GLM_DSA
+from numinous_kv_cache_4bit.options import DECODE, DSA_ARCHITECTURES, DSA_PREFILLS, GLM_DSA
 from numinous_tooling.formats import KV4
 from numinous_tooling.patching import Feature, Hook, stock_pin
 from numinous_tooling.patching.serve_command import ServeCommand
@@ -61,6 +61,7 @@ FEATURE = Feature(
             ),
         ),
     ),
+    options=(DECODE[GLM_DSA],),
     judge="numinous_kv_cache_4bit.hooks.glm_dsa:judge",
     upstream="none",
 )

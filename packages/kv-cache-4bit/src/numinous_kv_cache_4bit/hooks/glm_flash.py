@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import prefix_hook, table_hooks
 from numinous_kv_cache_4bit.hooks.kept_rows import kept_rows_hooks
 from numinous_kv_cache_4bit.hooks.launch import judge_rows
-from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH, GLM_FLASH_FP8
+from numinous_kv_cache_4bit.options import DECODE, FLASH_ARCHITECTURES, GLM_FLASH, GLM_FLASH_FP8
 from numinous_tooling.formats import KV4_NO_ROPE
 from numinous_tooling.patching import Feature
 from numinous_tooling.patching.serve_command import ServeCommand
@@ -34,6 +34,7 @@ FEATURE = Feature(
         prefix_hook(GLM_FLASH, 10, OURS),
     ),
     conflicts=(GLM_FLASH_FP8,),
+    options=(DECODE[GLM_FLASH],),
     judge="numinous_kv_cache_4bit.hooks.glm_flash:judge",
     upstream="none",
 )

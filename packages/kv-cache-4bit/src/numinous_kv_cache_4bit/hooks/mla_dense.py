@@ -23,10 +23,19 @@ from numinous_kv_cache_4bit.hooks.kept_rows import (
     WRITERS,
 )
 from numinous_kv_cache_4bit.hooks.launch import judge_rows, text_of
-from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, DENSE_BACKENDS, MLA_DENSE
+from numinous_kv_cache_4bit.options import (
+    DECODE,
+    DENSE_ARCHITECTURES,
+    DENSE_BACKENDS,
+    MLA_DENSE,
+    NATIVE,
+    NATIVE_DENSE_BACKENDS,
+    SCRATCH,
+)
 from numinous_tooling.formats import KV4, LATENT_DIM
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
+from numinous_tooling.patching.flags import option_value
 from numinous_tooling.patching.serve_command import ServeCommand
 
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator"
@@ -34,6 +43,8 @@ DTYPE = "sglang.srt.mem_cache.kv_cache_dtype:configure_kv_cache_dtype"
 FA = f"{ATTENTION}.flashattention_backend:FlashAttentionBackend"
 FLASHINFER = f"{ATTENTION}.flashinfer_mla_backend:FlashInferMLAAttnBackend"
 FLASHMLA = f"{ATTENTION}.flashmla_backend:FlashMLABackend"
+HYBRID = f"{ATTENTION}.hybrid_attn_backend:HybridAttnBackend"
+JOIN = "sglang.kernels.ops.attention.utils:concat_mla_absorb_q_general"
 FORWARD = f"{ATTENTION}.base_attn_backend:AttentionBackend.forward"
 MHA = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha:DeepseekMHAForwardMixin"
 OURS = "numinous_kv_cache_4bit.engine.mla_dense"
@@ -125,6 +136,15 @@ FEATURE = Feature(
                 stock_pin(f"{FLASHINFER}.forward_decode", "f83bee15629c25ac"),
                 stock_pin(f"{TRITON}.forward_extend", "200453b6528d8834"),
                 stock_pin(f"{TRITON}.forward_decode", "f4d2bb84d1cb385e"),
+                # Whose page tables native decode reads: made, kept for graphs and refilled there.
+                stock_pin(f"{FA}._bind_metadata_buffers", "40e7d243015f659b"),
+                stock_pin(f"{FA}._apply_cuda_graph_metadata", "ddd63a4bf99c54fa"),
+                stock_pin(f"{FA}._set_decode_page_metadata", "b5c0b80f9927979e"),
+                stock_pin(f"{FLASHMLA}.init_forward_metadata", "a12b76e7ae5422df"),
+                stock_pin(f"{FLASHMLA}._eager_block_kv_indices", "75de81487a2aa16f"),
+                stock_pin(f"{FLASHMLA}._apply_decode_target_verify_metadata", "1b960a8cbc81ad36"),
+                stock_pin(f"{HYBRID}._select_backend", "7c5b1785fa16561c"),
+                stock_pin(JOIN, "993086be2c20099a"),
                 # Who read a cached prefix past the backends.
                 stock_pin(f"{MHA}.forward_normal_prepare", "ef4bc197819320a9"),
                 stock_pin(f"{MHA}._chunked_prefix_attn_mha", "5ce4e9fa4b3e1955"),
@@ -133,6 +153,7 @@ FEATURE = Feature(
             ),
         ),
     ),
+    options=(DECODE[MLA_DENSE],),
     judge="numinous_kv_cache_4bit.hooks.mla_dense:judge",
     upstream="none",
 )
@@ -152,6 +173,8 @@ def judge(command: ServeCommand) -> Iterator[str]:
         if (value := command.get(name)) not in (None, *DENSE_BACKENDS):
             flag = "--" + name.replace("_", "-")
             yield f"{flag} {value} is not covered; {', '.join(DENSE_BACKENDS)} are"
+    if option_value(DECODE[MLA_DENSE], command.environ) == NATIVE:
+        yield from _judge_native(command)
     if command.get("cuda_graph_backend_prefill") == "full":
         yield "--cuda-graph-backend-prefill full is not covered: it captures lengths of its own"
     if command.get("enable_memory_saver"):
@@ -164,3 +187,18 @@ def judge(command: ServeCommand) -> Iterator[str]:
     have = (model.get("kv_lora_rank", LATENT_DIM), model.get("qk_rope_head_dim", KV4.rope_dim))
     if have != (LATENT_DIM, KV4.rope_dim):
         yield f"rows hold {LATENT_DIM} latent and {KV4.rope_dim} rope values, this model has {have[0]} and {have[1]}"
+
+
+def _judge_native(command: ServeCommand) -> Iterator[str]:
+    """Native decode reads the page tables of some backends, with pages of 64 tokens."""
+    mend = f"or set {DECODE[MLA_DENSE].name}={SCRATCH}"
+    both = command.get("attention_backend")
+    decode = command.get("decode_attention_backend") or both
+    used = {decode, command.get("speculative_draft_attention_backend")}
+    if command.get("speculative_attention_mode") == "prefill":
+        used.add(command.get("prefill_attention_backend") or both)
+    for name in sorted(used - {None, *NATIVE_DENSE_BACKENDS}):
+        yield f"native decode reads the page tables of {' and '.join(NATIVE_DENSE_BACKENDS)}, not of {name}: choose one of them, {mend}"
+    # FlashMLA's pages have that size whatever is asked for.
+    if decode != "flashmla" and command.get("page_size") != 64:
+        yield f"native decode reads pages of 64 tokens: add --page-size 64, {mend}"

@@ -165,6 +165,7 @@ class Option:
         default: value when unset.
         doc: one sentence with the unit.
         minimum: smallest legal number, inclusive.
+        choices: of a ``str``: the legal words; none are any.
     """
 
     name: str
@@ -172,6 +173,7 @@ class Option:
     default: object
     doc: str
     minimum: float | None = None
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def option_value(option: Option, environ: Mapping[str, str] | None = None) -> An
     if option.kind == "bool":
         return parse_bool(option.name, text)
     if option.kind == "str":
+        if option.choices and text not in option.choices:
+            raise PatchError(f"{option.name}={text!r} is none of {', '.join(option.choices)}")
         return text
     try:
         number = int(text) if option.kind == "int" else float(text)
