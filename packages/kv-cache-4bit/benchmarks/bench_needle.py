@@ -197,15 +197,9 @@ def show(name_a: str, name_b: str, found: Sequence[Depth]) -> None:
     print(f"A {name_a}, B {name_b}; gain in nats per token")
     for one in found:
         print(
-            f"depth {one.depth:4.2f}: gain A {span(one.gain_a)}, B {span(one.gain_b)}; "
-            f"recall A {span(one.recall_a)}, B {span(one.recall_b)}  {one.verdict}"
+            f"depth {one.depth:4.2f}: gain A {one.gain_a:.3f}, B {one.gain_b:.3f}; "
+            f"recall A {one.recall_a:.3f}, B {one.recall_b:.3f}  {one.verdict}"
         )
-
-
-def span(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.3f}"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def emulated(options: argparse.Namespace) -> dict[str, Answers]:
