@@ -22,7 +22,7 @@ from numinous_kv_cache_4bit.hooks.kept_rows import (
     ROW_COPIES,
     WRITERS,
 )
-from numinous_kv_cache_4bit.hooks.launch import judge_rows, text_of
+from numinous_kv_cache_4bit.hooks.launch import judge_rows, prefill_graphs, text_of
 from numinous_kv_cache_4bit.options import DENSE_ARCHITECTURES, DENSE_BACKENDS, MLA_DENSE
 from numinous_tooling.formats import KV4, LATENT_DIM
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
@@ -152,8 +152,8 @@ def judge(command: ServeCommand) -> Iterator[str]:
         if (value := command.get(name)) not in (None, *DENSE_BACKENDS):
             flag = "--" + name.replace("_", "-")
             yield f"{flag} {value} is not covered; {', '.join(DENSE_BACKENDS)} are"
-    if command.get("cuda_graph_backend_prefill") == "full":
-        yield "--cuda-graph-backend-prefill full is not covered: it captures lengths of its own"
+    if "full" in (command.get("cuda_graph_backend_prefill"), prefill_graphs(command)):
+        yield "--cuda-graph-backend-prefill full is not covered, nor in --cuda-graph-config: it captures lengths of its own"
     if command.get("enable_memory_saver"):
         yield "--enable-memory-saver is not covered: the shadow is not released with the pool"
     if command.get("enable_torch_compile"):
