@@ -55,14 +55,14 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3"}
         *(
             (FP8 | {"cuda_graph_config": config}, said)
             for config, said in (
-                ('{"prefill": {"backend": "full"}}', "nor in --cuda-graph-config"),
-                ({"prefill": {"backend": "full", "bs": None}, "decode": {}}, "nor in --cuda-graph-config"),
+                ('{"prefill": {"backend": "full"}}', "also as --cuda-graph-config"),
+                ({"prefill": {"backend": "full", "bs": None}, "decode": {}}, "also as --cuda-graph-config"),
                 ('{"prefill": {"backend": "breakable"}}', None),
                 ('{"decode": {"backend": "full"}}', None),
                 ("{", None),  # the engine refuses it
             )
         ),
-        (FP8 | {"cuda_graph_backend_prefill": "full", "cuda_graph_config": {"prefill": {"backend": "full"}}}, "nor in"),
+        (FP8 | {"cuda_graph_backend_prefill": "full", "cuda_graph_config": {"prefill": {"backend": "full"}}}, "also as"),
         (FP8 | {"enable_memory_saver": True}, "--enable-memory-saver"),
         (FP8 | {"enable_torch_compile": True}, "--enable-torch-compile"),
         (FP8 | {"quantization_param_path": "scales.json"}, "--quantization-param-path"),

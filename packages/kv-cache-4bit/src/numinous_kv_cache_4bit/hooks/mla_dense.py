@@ -153,7 +153,7 @@ def judge(command: ServeCommand) -> Iterator[str]:
             flag = "--" + name.replace("_", "-")
             yield f"{flag} {value} is not covered; {', '.join(DENSE_BACKENDS)} are"
     if "full" in (command.get("cuda_graph_backend_prefill"), prefill_graphs(command)):
-        yield "--cuda-graph-backend-prefill full is not covered, nor in --cuda-graph-config: it captures lengths of its own"
+        yield "--cuda-graph-backend-prefill full (also as --cuda-graph-config) is not covered: it captures lengths of its own"
     if command.get("enable_memory_saver"):
         yield "--enable-memory-saver is not covered: the shadow is not released with the pool"
     if command.get("enable_torch_compile"):
