@@ -10,7 +10,8 @@
 
 An arm's figures (NAME.json, last), scores (NAME.npz) and server log (NAME.log) lie in the folder of ``--results`` as soon as it is done; the same command
 takes up again what is there, ``--only kv4`` runs one arm, and once all are there they are judged together. Arms of one folder have the same
-options and commit, or are refused; their records share a `set`. Without ``--results`` the folder is a temporary one, kept where the run breaks off.
+options and commit, or are refused; their records share a `set`. A server that fails does not keep the others from running. Without ``--results`` the folder
+is a temporary one, kept unless all pass.
 
 Nothing else may use the GPU meanwhile: the engine takes its share of what is free at the start, and pools are compared to 2 %.
 """
@@ -290,7 +291,7 @@ def run_arm(
         **fast,
     }
     lines = server.log.read_text(errors="replace").splitlines()
-    print("\n".join(line for line in lines if any(name in line for name in arm.features)))
+    print("".join(f"{line}\n" for line in lines if any(f in line for f in arm.features)), end="")
     speeds = [f"{n.split('_')[0]} {statistics.median(fast[n]):.0f} tok/s" for n in fast if n.endswith("tok_s")]  # fmt: skip
     print(
         f"{arm.name}: {time.monotonic() - begin:.0f} s, of which start {ready_s:.0f} s; "
@@ -370,21 +371,29 @@ def run(bench: Bench, options: argparse.Namespace, argv: Sequence[str] | None) -
     results = {arm.name: found for arm in bench.arms if (found := kept.load(arm))}
     print("".join(f"{name}: taken from {folder}\n" for name in results), end="")
     more: dict[str, Any] = {}
+    failures: list[str] = []
     try:
         with Interrupts().installed() as interrupts:
             model = options.model or made(bench, folder)
             for arm in bench.arms:
-                if arm.name in only and arm.name not in results:
+                if arm.name not in only or arm.name in results:
+                    continue
+                try:
                     results[arm.name] = run_arm(arm, options, model, folder, interrupts)
                     kept.save(arm, results[arm.name])
+                except GateError as failure:  # the other arms are worth their time
+                    tail = failure.tail + "\n" if isinstance(failure, ServerFailed) else ""
+                    print(f"{tail}{arm.name}: {failure}", flush=True)
+                    failures.append(str(failure))
             if bench.more and len(results) == len(bench.arms):
                 more = bench.more(model, folder, interrupts)
-    except (GateError, Interrupted) as failure:
-        tail = failure.tail + "\n" if isinstance(failure, ServerFailed) else ""
-        raise SystemExit(f"{tail}{failure}; logs and finished arms: {folder}") from None
+    except Interrupted as signalled:
+        raise SystemExit(f"{signalled}; logs and finished arms: {folder}") from None
     except BaseException:
         print(f"logs and finished arms: {folder}", file=sys.stderr)
         raise
+    if failures:
+        raise SystemExit("\n".join([*failures, f"logs and finished arms: {folder}"]))
     if missing := [arm.name for arm in bench.arms if arm.name not in results]:
         print(f"set {kept.id}: not judged, {', '.join(missing)} missing; the same --results adds them")  # fmt: skip
         return 2
@@ -398,8 +407,10 @@ def run(bench: Bench, options: argparse.Namespace, argv: Sequence[str] | None) -
         print("\n".join(f"{name}, {line}" for line in lines))
     word = overall([judged.word for judged in verdicts.values()])
     print(f"set {kept.id}: {word}; " + ", ".join(f"{n} {j.word}" for n, j in verdicts.items()))
-    if options.results is None:
+    if options.results is None and word == "PASS":
         shutil.rmtree(folder)
+    else:
+        print(f"logs and scores: {folder}")
     return EXIT_CODES[word]
 
 

@@ -302,24 +302,24 @@ def test_one_arm_then_the_others_then_a_verdict(
     """Arms meet in a folder; what is done is not done again; a red arm is recorded before the benchmark fails."""
     kept, file = tmp_path / "kept", tmp_path / "records.jsonl"
     given = [*engine.common, "--results", str(kept), "--evidence", str(file)]
-    engine.install(DSA | {BASE: {"tokens": 1000, "die_at": 4}})
+    engine.install(DSA | {"fp8": DSA["fp8"] | {"die_at": 4}})
     assert bench_kv4_dsa.main([*given, "--only", "kv4"]) == 2
     assert "not judged, fp8, bf16 missing" in capsys.readouterr().out
     with pytest.raises(SystemExit) as died:
         bench_kv4_dsa.main(given)
-    # What the server said last, the arm, and where its log and the finished arms are.
-    assert "the log of bf16\n" in str(died.value)
-    assert "server bf16 " in str(died.value)
-    assert str(kept) in str(died.value)
-    assert (kept / "bf16.log").read_text() == "the log of bf16\n"
-    assert sorted(path.stem for path in kept.glob("*.json")) == ["fp8", "kv4"]
+    # Where its log and the finished arms are; before, what the server said last. The arm behind it ran.
+    assert str(died.value).startswith("server fp8 ")
+    assert str(died.value).endswith(f"logs and finished arms: {kept}")
+    assert "the log of fp8\nfp8: server fp8 " in capsys.readouterr().out
+    assert (kept / "fp8.log").read_text() == "the log of fp8\n"
+    assert sorted(path.stem for path in kept.glob("*.json")) == ["bf16", "kv4"]
     assert not file.exists()
     engine.install(DSA)
     code = bench_kv4_dsa.main(given)
     said = capsys.readouterr().out
     assert code in (0, 2), said  # so few positions may leave it undecided
     assert "kv4: taken from" in said
-    assert engine.started() == ["kv4", "fp8", BASE, BASE]
+    assert engine.started() == ["kv4", "fp8", BASE, "fp8"]
     assert not engine.alive()
     records = {record["provider"]: record for record in evidence.load(file)}
     assert list(records) == ["kv4", "fp8", BASE]
