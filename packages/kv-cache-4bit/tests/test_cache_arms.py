@@ -134,6 +134,7 @@ def test_loss_is_of_text_and_not_of_decoded_tokens() -> None:
     loss = {case: [np.ones(50)] * SEQUENCES for case in cases}
     pairs = cache_verdict.pairs_of(cases, cases, loss)
     found = {(r.case, r.what): r for r in cache_verdict.against_peer(pairs, True)}
+    assert pairs["pooled"][0].sequences == 2 * SEQUENCES
     assert ("decode", "loss change") not in found
     assert found["cold", "loss change"].word == "FAIL"  # 2 %, of 0.5
     assert found["pooled", "loss change"].ratio.value == pytest.approx(0.02)
