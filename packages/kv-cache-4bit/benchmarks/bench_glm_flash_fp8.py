@@ -1,71 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kv4.glm_flash_fp8`` in the served engine: tokens that fit, answers against stock's bf16 cache, and speed.
 
-Three servers in turn on one Hopper GPU, the pinned engine, a dummy of the architecture (`make_dummy.py --arch glm-flash`): stock with a
-bf16 cache, the feature, and stock with ``--kv-cache-dtype fp8_e4m3``, which has to fail for the reason that the feature is there for.
+Three servers in turn on one Hopper GPU, the pinned engine, a dummy of the architecture (`make_dummy.py --arch glm-flash`): the feature, stock with a
+bf16 cache, and stock with ``--kv-cache-dtype fp8_e4m3``, which has to fail for the reason that the feature is there for.
 
-    python packages/kv-cache-4bit/benchmarks/bench_glm_flash_fp8.py --evidence
+    python packages/kv-cache-4bit/benchmarks/bench_glm_flash_fp8.py --results arms-flash-fp8 --evidence
 
-What is measured: `cache_arms`. The gate before any figure is recorded: the ratio of tokens is the formula's within 2 %; logprobs are
-finite; the likeliest tokens agree with stock's as far as asked (a read of wrong slots agrees nowhere); the feature engaged, in the
-other arm no trace of it.
+What is measured, how arms are run apart and joined: `cache_arms`. What is judged is the rule *Agree* of `cache_verdict`: a read of wrong slots agrees nowhere.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import cache_arms
-import httpx
-from cache_arms import Arm
+import make_dummy
+from cache_verdict import BASE, Arm
 
 from numinous_kv_cache_4bit.engine.rows import bf16_width, bytes_per_token
 from numinous_kv_cache_4bit.hooks.glm_flash_fp8 import FEATURE
 from numinous_tooling.formats import STOCK_FP8_NO_ROPE
-from numinous_tooling.gate.errors import ServerFailed
+from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.servers import Interrupts
 
-LAYERS = INDEX_LAYERS = 2  # of the dummy: full-attention layers, each with an indexer of its own
 STOCK_SAYS = "index_kpool > 1 appends tail tokens"
 ARMS = (
-    Arm("bf16", bf16_width(STOCK_FP8_NO_ROPE), "bfloat16"),
-    Arm("fp8", STOCK_FP8_NO_ROPE.width, feature=FEATURE.id),
+    Arm("fp8", STOCK_FP8_NO_ROPE.width, features=(FEATURE.id,)),
+    Arm(BASE, bf16_width(STOCK_FP8_NO_ROPE), "bfloat16"),
 )
 STOCK_FP8 = Arm("stock-fp8", STOCK_FP8_NO_ROPE.width)
 
 
-def check(
-    stock: dict[str, Any], ours: dict[str, Any], agree: float
-) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """Ratio of tokens, floor and comparison of answers; raises SystemExit where the gate is red."""
-    bf16, fp8 = (bytes_per_token(arm.row, LAYERS, INDEX_LAYERS) for arm in ARMS)
-    ratio = cache_arms.check_tokens(stock["tokens"], ours["tokens"], bf16, fp8)
-    cache_arms.check_spread(stock)
-    floor = cache_arms.compare(stock["scores"], stock["again"])
-    found = cache_arms.compare(stock["scores"], ours["scores"])
-    print(f"tokens from the cache: {ours['cached']}, stock {stock['cached']}")
-    cache_arms.show("fp8", found, floor)
-    for name in found:
-        if found[name]["agree"] < agree * floor[name]["agree"]:
-            raise SystemExit(f"red gate: {name}: likeliest tokens agree less than asked ({agree})")
-    return ratio, floor, found
-
-
-def stock_fails(options: argparse.Namespace, model: Path, folder: Path) -> bool:
+def stock_fails(
+    options: argparse.Namespace, model: Path, folder: Path, interrupts: Interrupts
+) -> dict[str, Any]:
     """Whether stock with an FP8 cache ends as the feature's declaration says."""
     server = cache_arms.server_of(STOCK_FP8, options, model, folder)
     try:
-        with server.running(Interrupts()):
+        with server.running(interrupts):
             server.wait_ready(options.start_timeout, lambda elapsed: None)
-            with httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http:
-                cache_arms.generate(http, cache_arms.prompt(1, cache_arms.LONG), 4)
-    except (ServerFailed, httpx.HTTPError):
+            with cache_arms.Engine(server) as engine:
+                engine.generate([cache_arms.prompt(1, cache_arms.LONG)], 4)
+    except GateError:
         pass
-    return STOCK_SAYS in server.log.read_text()
+    fails = STOCK_SAYS in server.log.read_text(errors="replace")
+    print(
+        f"stock with --kv-cache-dtype fp8_e4m3: {'fails as described' if fails else 'DOES NOT FAIL as described'}"
+    )
+    return {"stock_fp8_fails": fails}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -82,36 +66,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    with tempfile.TemporaryDirectory(prefix="glm-flash-fp8-") as scratch:
-        folder = Path(scratch)
-        draft = "--speculative-algorithm" in options.server_flags
-        model = options.model or cache_arms.make_dummy("glm-flash", folder / "model", draft)
-        results = cache_arms.run_arms(ARMS, options, model, folder)
-        fails = None if options.no_stock_fp8 else stock_fails(options, model, folder)
-    ratio, floor, found = check(results["bf16"], results["fp8"], options.agree)
-    if fails is not None:
-        print(
-            f"stock with --kv-cache-dtype fp8_e4m3: {'fails as described' if fails else 'DOES NOT FAIL as described'}"
-        )
-    gate = f"tokens by the byte formula within 2 %; likeliest tokens agree {options.agree} of stock's own; engaged"
-    cache_arms.record(
+    draft = "--speculative-algorithm" in options.server_flags
+    config = cache_arms.config_of(options.model, make_dummy.model_config("glm-flash", False, draft))
+    layers = make_dummy.attention_layers(config)
+    bench = cache_arms.Bench(
         "glm_flash_fp8",
-        f"GLM-5.3-Flash dummy, {LAYERS} full-attention layers",
-        options,
-        " ".join(["bench_glm_flash_fp8.py", *(argv or sys.argv[1:])]),
-        results,
-        {
-            name: {
-                "pool_ratio": ratio if name == "fp8" else 1.0,
-                "agreement": found if name == "fp8" else floor,
-                "stock_fp8_fails": fails,
-                "gate": gate,
-            }
-            for name in results
-        },
-        stock=("bf16",),
+        f"GLM-5.3-Flash dummy, {layers[0]} full-attention layers",
+        ARMS,
+        lambda arm: bytes_per_token(arm.row, *layers),
+        lambda folder: make_dummy.write("glm-flash", folder, draft=draft),
+        agree=options.agree,
+        more=None if options.no_stock_fp8 else lambda *where: stock_fails(options, *where),
     )
-    return 0
+    return cache_arms.run(bench, options, argv)
 
 
 if __name__ == "__main__":

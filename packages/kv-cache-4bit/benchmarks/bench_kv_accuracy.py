@@ -24,7 +24,6 @@ import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,6 @@ import torch
 from emulated_rows import ARMS, BASE, FAULTS, FP8, LATENT_DIM, Arm, Rows, Trace, named
 from judge_corpus import encode, read_documents, sha256, windows
 from judge_saved import WEIGHTS, load
-from scipy import stats
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -44,12 +42,10 @@ from numinous_tooling import evidence
 from numinous_tooling.bench import facts
 from numinous_tooling.bench.clocks import CpuClock
 from numinous_tooling.gate.accuracy.distance import (
-    CONFIDENCE,
-    MIN_SEQUENCES,
-    RESAMPLES,
     Estimate,
     Positions,
     Summary,
+    ratio_by_sequence,
     summarise,
 )
 
@@ -170,26 +166,8 @@ def positions_of(seen: Seen, base: Seen) -> Positions:
 
 def times(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Estimate:
     """The sum of one over the sum of the other, with its interval from resampled windows, the same ones for both."""
-    one, two = (np.array([float(part.sum()) for part in parts]) for parts in (ours, theirs))
-    value = float(one.sum() / two.sum()) if two.sum() else math.nan
-    if len(one) < MIN_SEQUENCES or not two.sum():
-        return Estimate(value, None, None)
-    if np.array_equal(one, two) or not one.any():  # no spread, no interval
-        return Estimate(value, value, value)
-
-    def quotient(a: Any, b: Any, axis: int = -1) -> Any:
-        return a.sum(axis) / b.sum(axis)
-
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter(
-            "ignore"
-        )  # a resample without a single flip; its interval is refused below
-        interval = stats.bootstrap(
-            (one, two), quotient, paired=True, n_resamples=RESAMPLES,
-            confidence_level=CONFIDENCE, method="BCa", rng=np.random.default_rng(SEED),
-        ).confidence_interval  # fmt: skip
-    low, high = float(interval.low), float(interval.high)
-    return Estimate(value, low, high) if math.isfinite(low + high) else Estimate(value, None, None)
+    sums = (np.array([float(part.sum()) for part in parts]) for parts in (ours, theirs))
+    return ratio_by_sequence(*sums, SEED)
 
 
 def judge(*limits: tuple[Estimate, float]) -> str:
@@ -205,16 +183,10 @@ def line(result: Result) -> str:
     summary = result.summary
     return (
         f"{result.arm.name:24s} {result.bytes_per_row:6.1f} B  KL {summary.kl_low.value:.3e} (p99 {summary.kl_p99.value:.2e}), "
-        f"{span(result.kl_times_fp8)} x FP8's  flips {100 * summary.flips.value:.2f} %, {span(result.flips_times_fp8)} x  "
-        f"loss {span(result.loss_percent)} %  latents {100 * float(np.mean(result.latents)):.2f} %  "
+        f"{result.kl_times_fp8:.3g} x FP8's  flips {100 * summary.flips.value:.2f} %, {result.flips_times_fp8:.3g} x  "
+        f"loss {result.loss_percent:.3g} %  latents {100 * float(np.mean(result.latents)):.2f} %  "
         f"outputs {100 * float(np.mean(result.outputs)):.2f} %  choices kept {100 * float(np.mean(result.kept)):.2f} %  {result.verdict}"
     )
-
-
-def span(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.3g}"
-    return f"{estimate.value:.3g} [{estimate.low:.3g}, {estimate.high:.3g}]"
 
 
 def records(

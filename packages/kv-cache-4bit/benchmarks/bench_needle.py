@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ from numinous_tooling.gate.arms import (
     server_command,
     server_environment,
 )
-from numinous_tooling.gate.errors import GateError
+from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 from numinous_tooling.gate.options import SERVER_TEMPLATE
 from numinous_tooling.gate.servers import Interrupts, Server, free_port
 from numinous_tooling.patching.counters import read_totals
@@ -197,15 +199,9 @@ def show(name_a: str, name_b: str, found: Sequence[Depth]) -> None:
     print(f"A {name_a}, B {name_b}; gain in nats per token")
     for one in found:
         print(
-            f"depth {one.depth:4.2f}: gain A {span(one.gain_a)}, B {span(one.gain_b)}; "
-            f"recall A {span(one.recall_a)}, B {span(one.recall_b)}  {one.verdict}"
+            f"depth {one.depth:4.2f}: gain A {one.gain_a:.3f}, B {one.gain_b:.3f}; "
+            f"recall A {one.recall_a:.3f}, B {one.recall_b:.3f}  {one.verdict}"
         )
-
-
-def span(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.3f}"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def emulated(options: argparse.Namespace) -> dict[str, Answers]:
@@ -248,15 +244,30 @@ def served(options: argparse.Namespace) -> dict[str, Answers]:
         arms = attached_arms(options.url_a, options.url_b, (), None)
     prompts: Prompts | None = None
     found = {}
-    with tempfile.TemporaryDirectory(prefix="needle-") as scratch:
+    with folder_of(options) as folder:
         for letter in "AB":
-            with opened(arms[letter], options, Path(scratch)) as client:
+            with opened(arms[letter], options, folder) as client:
                 if prompts is None:
                     prompts = prompts_of(options, tokens_of(client, options))
-                found[f"{letter} {arms[letter].label}"] = answers(
-                    of_server(client), prompts, options.cue, letter
-                )
+                said = answers(of_server(client), prompts, options.cue, letter)
+            found[f"{letter} {arms[letter].label}"] = said
+            (folder / f"needle-{letter}.json").write_text(json.dumps(asdict(said)) + "\n")
     return found
+
+
+@contextlib.contextmanager
+def folder_of(options: argparse.Namespace) -> Iterator[Path]:
+    """Where servers log and finished arms lie: a folder that was named, or one that is left where the run breaks off."""
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="needle-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except BaseException:
+        if any(folder.iterdir()):
+            print(f"bench_needle: logs and answers so far: {folder}", file=sys.stderr)
+        raise
+    if options.logs is None:
+        shutil.rmtree(folder)
 
 
 def words_of(parts: Iterator[list[str]]) -> tuple[tuple[str, ...], ...]:
@@ -271,18 +282,18 @@ def tokens_of(client: EngineClient, options: argparse.Namespace) -> Tokens:
 
 
 @contextlib.contextmanager
-def opened(arm: Any, options: argparse.Namespace, scratch: Path) -> Iterator[EngineClient]:
+def opened(arm: Any, options: argparse.Namespace, folder: Path) -> Iterator[EngineClient]:
     """A client of the arm's server, which is started where it has no URL; a feature that never engaged is an error."""
     if arm.url is not None:
         with EngineClient(arm.url, arm.letter, options.answer_limit, 1) as client:
             yield client
         return
-    port, state = free_port(), scratch / f"state-{arm.letter}"
+    port, state = free_port(), folder / f"state-{arm.letter}"
     command = server_command(arm, shlex.split(SERVER_TEMPLATE), options.serve, port)
     environment = server_environment(arm, os.environ, str(state))
-    log = options.logs / f"needle-{arm.letter}.log" if options.logs else scratch / arm.letter
+    log = folder / f"needle-{arm.letter}.log"
     server = Server(arm.letter, command, environment, log, port)
-    with server.running(Interrupts()):
+    with Interrupts().installed() as interrupts, server.running(interrupts):
         server.wait_ready(options.start_timeout, lambda elapsed: None)
         with EngineClient(server.url, arm.letter, options.answer_limit, 1, server.failed) as client:
             yield client
@@ -350,7 +361,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--flags-a", default="")
     add("--flags-b", default="")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of both arms")
-    add("--logs", type=Path, help="folder that keeps the servers' logs")
+    add(
+        "--logs",
+        type=Path,
+        help="folder that keeps the servers' logs, and answers as soon as an arm is done",
+    )
     add("--start-timeout", type=float, default=900.0, metavar="S")
     add("--answer-limit", type=float, default=300.0, metavar="S")
     add("--passages", type=int, default=16)
@@ -375,7 +390,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.features != "none" and not options.serve:
             raise ValueError("--features is for servers that this script starts, with --serve")
         found = emulated(options) if options.model else served(options)
-    except (GateError, OSError, ValueError) as error:
+    except (GateError, Interrupted, OSError, ValueError) as error:
+        if isinstance(error, ServerFailed):
+            print(error.tail, file=sys.stderr)
         print(f"bench_needle: {error}", file=sys.stderr)
         return 2
     (name_a, a), *others = found.items()

@@ -204,6 +204,13 @@ def has_indexer(c: Config, layer: int) -> bool:
     return max(layer - 1, 0) % c.get("index_topk_freq", 1) == 0 or layer == c["num_hidden_layers"]
 
 
+def attention_layers(c: Config) -> tuple[int, int]:
+    """Full-attention layers of a text config, a draft's not among them, and how many of these have an indexer of their own."""
+    layers = [n for n in range(c["num_hidden_layers"]) if not is_linear(c, n)]
+    kinds = c.get("indexer_types")
+    return len(layers), sum(kinds[n] == "full" if kinds else has_indexer(c, n) for n in layers)
+
+
 def weights(c: Config) -> Iterator[list[Weight]]:
     """Weights of a text config, a list per file."""
     hidden, layers = c["hidden_size"], c["num_hidden_layers"]

@@ -301,12 +301,9 @@ def test_times_pairs_the_windows() -> None:
     theirs = [torch.tensor([x]) for x in source.lognormal(0, 1, 12)]
     ours = [9 * x + 0.01 * torch.rand(1, generator=torch.Generator().manual_seed(1)) for x in theirs]  # fmt: skip
     found = bench.times(ours, theirs)
-    # The windows differ by far more than the quotient does.
     assert found.low is not None
     assert found.high is not None
     assert 8.99 < found.low <= found.value <= found.high < 9.1
-    assert bench.times(theirs[:3], theirs[:3]).low is None
-    assert bench.times(ours, [torch.zeros(1)] * 12).low is None
 
 
 # --- The needle ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ DEFAULTS = {
     "dsa_decode_backend": None,
     "dtype": "auto",
     "cuda_graph_backend_prefill": None,
+    "cuda_graph_config": None,
     "enable_memory_saver": False,
     "enable_torch_compile": False,
     "quantization_param_path": None,
@@ -58,6 +59,17 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3"}
         *((FP8 | {name: "fa4"}, "fa4 is not covered") for name in BACKEND_ARGUMENTS),
         (FP8 | {"attention_backend": "trtllm_mla"}, "--attention-backend trtllm_mla is not covered; fa3, flashmla"),
         (FP8 | {"cuda_graph_backend_prefill": "full"}, "--cuda-graph-backend-prefill full"),
+        *(
+            (FP8 | {"cuda_graph_config": config}, said)
+            for config, said in (
+                ('{"prefill": {"backend": "full"}}', "also as --cuda-graph-config"),
+                ({"prefill": {"backend": "full", "bs": None}, "decode": {}}, "also as --cuda-graph-config"),
+                ('{"prefill": {"backend": "breakable"}}', None),
+                ('{"decode": {"backend": "full"}}', None),
+                ("{", None),  # the engine refuses it
+            )
+        ),
+        (FP8 | {"cuda_graph_backend_prefill": "full", "cuda_graph_config": {"prefill": {"backend": "full"}}}, "also as"),
         (FP8 | {"enable_memory_saver": True}, "--enable-memory-saver"),
         (FP8 | {"enable_torch_compile": True}, "--enable-torch-compile"),
         (FP8 | {"quantization_param_path": "scales.json"}, "--quantization-param-path"),

@@ -201,7 +201,7 @@ def run_arm(name: str, options: argparse.Namespace, model: Path, folder: Path) -
     else:
         env |= {"SGLANG_PLUGINS": "none"}
     server = Server(name, command, env, folder / f"{name}.log", port)
-    with server.running(Interrupts()):
+    with Interrupts().installed() as interrupts, server.running(interrupts):
         ready_s = server.wait_ready(options.start_timeout, lambda elapsed: None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         with httpx.Client(base_url=server.url, timeout=600, limits=limits, trust_env=False) as http:

@@ -187,7 +187,7 @@ def run_arm(
     env = {k: v for k, v in os.environ.items() if not k.startswith("NUMINOUS_")}
     env |= {"NUMINOUS_STATE_DIR": str(state), **environ}
     server = Server(name, command, env, folder / f"server-{name}-{repeat}.log", port)
-    with server.running(Interrupts()):
+    with Interrupts().installed() as interrupts, server.running(interrupts):
         ready_s = server.wait_ready(options.start_timeout, lambda elapsed: None)
         records, wall_s = asyncio.run(replay(server.url, repeat, options, vocabulary))
     counted = read_totals(state).get(FEATURE.id, {})

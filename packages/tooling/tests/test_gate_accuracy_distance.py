@@ -17,11 +17,13 @@ from scipy.special import log_softmax
 
 from numinous_tooling.gate.accuracy.distance import (
     MIN_SEQUENCES,
+    Estimate,
     Scores,
     compare,
     first_difference,
     kl_bounds,
     mean_by_sequence,
+    ratio_by_sequence,
     summarise,
 )
 
@@ -134,6 +136,21 @@ def test_too_few_sequences_have_no_interval():
     assert summary.kl_low.low is None
     assert summary.kl_p99.high is None
     assert not summary.exact
+
+
+def test_ratios_and_their_text():
+    generator = np.random.default_rng(0)
+    theirs = generator.lognormal(0, 1, 12)
+    ours = 9 * theirs + 0.01 * generator.random(12)
+    found = ratio_by_sequence(ours, theirs, 0)
+    # The sequences differ by far more than the ratio does.
+    assert 8.99 < found.low <= found.value <= found.high < 9.1
+    assert f"{found:.1f}" == "9.0 [9.0, 9.0]"
+    few = ratio_by_sequence(ours[:3], theirs[:3], 0)
+    assert few.low is None
+    assert f"{few:.2g}" == "9"
+    assert ratio_by_sequence(0 * ours, theirs, 0) == Estimate(0.0, 0.0, 0.0)
+    assert ratio_by_sequence(ours, 0 * theirs, 0).high is None
 
 
 def test_the_first_different_bit_is_named():

@@ -188,7 +188,7 @@ def engine(
     env |= {"SGLANG_PLUGINS": "none"}
     server = Server(name, command, env, folder / f"{name}.log", port)
     out: list[float] = []
-    with server.running(Interrupts()):
+    with Interrupts().installed() as interrupts, server.running(interrupts):
         server.wait_ready(options.start_timeout, lambda elapsed: None)
         with httpx.Client(base_url=server.url, timeout=300, trust_env=False) as http:
             for row in rows:

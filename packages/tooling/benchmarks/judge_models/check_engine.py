@@ -204,7 +204,7 @@ def serve(options: argparse.Namespace, folder: Path, more: list[str]) -> Iterato
     command += ["--port", str(port), "--host", "127.0.0.1", *more]
     log = options.model.with_name(options.model.name + "-server.log")
     server = Server(options.model.name, command, dict(os.environ), log, port)
-    with server.running(Interrupts()):
+    with Interrupts().installed() as interrupts, server.running(interrupts):
         server.wait_ready(options.start_timeout, lambda elapsed: None)
         yield server.url
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ UNCOVERED = {
     "enable_dp_attention": "untested",
     "enable_prefill_cp": "untested",
     "enable_pdmux": "untested",
+    "speculative_adaptive": "its drafts change their steps while graphs of other steps are captured (untested)",
     "enable_deterministic_inference": "FlashMLA's split of a row depends on the batch",
 }
 """Boolean arguments of the engine that exclude the features, and why."""
@@ -75,6 +77,21 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """A model's config with the values of its language model in place of the outer ones."""
     text = config.get("text_config")
     return {**config, **(text if isinstance(text, dict) else {})}
+
+
+def prefill_graphs(command: ServeCommand) -> Any:
+    """The backend of prefill's CUDA graphs that `--cuda-graph-config` names, which has precedence over the flags; None where it names none.
+
+    JSON on a command line, a dictionary with the resolved backend in the engine's process.
+    """
+    config = command.get("cuda_graph_config")
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            return None  # the engine refuses it
+    prefill = config.get("prefill") if isinstance(config, Mapping) else None
+    return prefill.get("backend") if isinstance(prefill, Mapping) else None
 
 
 def _judge_model(

@@ -22,7 +22,7 @@ from numinous_kv_cache_4bit.hooks.kept_rows import (
     ROW_COPIES,
     WRITERS,
 )
-from numinous_kv_cache_4bit.hooks.launch import judge_rows, text_of
+from numinous_kv_cache_4bit.hooks.launch import judge_rows, prefill_graphs, text_of
 from numinous_kv_cache_4bit.options import (
     DECODE,
     DENSE_ARCHITECTURES,
@@ -175,8 +175,8 @@ def judge(command: ServeCommand) -> Iterator[str]:
             yield f"{flag} {value} is not covered; {', '.join(DENSE_BACKENDS)} are"
     if option_value(DECODE[MLA_DENSE], command.environ) == NATIVE:
         yield from _judge_native(command)
-    if command.get("cuda_graph_backend_prefill") == "full":
-        yield "--cuda-graph-backend-prefill full is not covered: it captures lengths of its own"
+    if "full" in (command.get("cuda_graph_backend_prefill"), prefill_graphs(command)):
+        yield "--cuda-graph-backend-prefill full (also as --cuda-graph-config) is not covered: it captures lengths of its own"
     if command.get("enable_memory_saver"):
         yield "--enable-memory-saver is not covered: the shadow is not released with the pool"
     if command.get("enable_torch_compile"):

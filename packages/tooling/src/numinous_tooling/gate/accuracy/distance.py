@@ -22,6 +22,7 @@ independent. With few sequences such an interval is too narrow; it is never comp
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,6 +119,13 @@ class Estimate:
     value: float
     low: float | None
     high: float | None
+
+    def __format__(self, form: str) -> str:
+        """``value [low, high]``, each number in this format."""
+        value = format(self.value, form)
+        if self.low is None or self.high is None:
+            return value
+        return f"{value} [{self.low:{form}}, {self.high:{form}}]"
 
 
 @dataclass(frozen=True)
@@ -295,15 +303,33 @@ def mean_by_sequence(values: Floats, sequence: Ints, seed: int) -> Estimate:
     if spread[1] - spread[0] <= 1e-12 * max(1.0, abs(spread[1])):  # BCa is undefined without spread
         return Estimate(value, *spread)
 
-    def pooled(total: Floats, count: Floats, axis: int = -1) -> Floats:
-        result: Floats = total.sum(axis=axis) / count.sum(axis=axis)
+    interval = _quotient_interval(sums, counts, seed)
+    return Estimate(value, *(interval or spread))
+
+
+def ratio_by_sequence(ours: Floats, theirs: Floats, seed: int) -> Estimate:
+    """Return the sum of one figure over the sum of another, a value of each per sequence, with the interval from resampled
+    sequences, the same ones for both (BCa); none where `theirs` sums to 0 in total or in too many resamples."""
+    value = float(ours.sum() / theirs.sum()) if theirs.sum() else math.nan
+    if len(ours) < MIN_SEQUENCES or not theirs.sum():
+        return Estimate(value, None, None)
+    if np.array_equal(ours, theirs) or not ours.any():  # BCa is undefined without spread
+        return Estimate(value, value, value)
+    return Estimate(value, *(_quotient_interval(ours, theirs, seed) or (None, None)))
+
+
+def _quotient_interval(one: Floats, two: Floats, seed: int) -> Interval | None:
+    """Return the interval of sum(one) / sum(two) over resampled pairs; None where it is not finite."""
+
+    def quotient(a: Floats, b: Floats, axis: int = -1) -> Floats:
+        result: Floats = a.sum(axis=axis) / b.sum(axis=axis)
         return result
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # degenerate resamples; their interval is replaced below
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # degenerate resamples; their interval is not finite
         interval = stats.bootstrap(
-            (sums, counts),
-            pooled,
+            (one, two),
+            quotient,
             paired=True,
             n_resamples=RESAMPLES,
             confidence_level=CONFIDENCE,
@@ -311,9 +337,7 @@ def mean_by_sequence(values: Floats, sequence: Ints, seed: int) -> Estimate:
             rng=np.random.default_rng(seed),
         ).confidence_interval
     low, high = float(interval.low), float(interval.high)
-    if not (np.isfinite(low) and np.isfinite(high)):
-        low, high = spread
-    return Estimate(value, low, high)
+    return (low, high) if math.isfinite(low + high) else None
 
 
 def _percentile_by_sequence(values: Floats, sequence: Ints, point: float, seed: int) -> Estimate:

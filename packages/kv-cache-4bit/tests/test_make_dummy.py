@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dummy checkpoints and the gate of the engine benchmark, without a GPU."""
+"""The dummy checkpoints of the engine benchmarks."""
 
 from __future__ import annotations
 
@@ -130,89 +130,9 @@ def test_dummies_of_transformers_models(
     assert len(set(logits[:, -1].argmax(-1).tolist())) > 3
 
 
-@pytest.fixture(scope="module")
-def bench() -> types.ModuleType:
-    pytest.importorskip("httpx", reason="the benchmark needs httpx")
-    load("cache_arms")
-    return load("bench_glm_flash_fp8")
-
-
-def arm(
-    tokens: int, *, likeliest: int = 0, logprob: float = -1.0, cases: int = 40
-) -> dict[str, Any]:
-    scores = {"long, cold": [(logprob, n + likeliest) for n in range(cases)]}
-    return {"tokens": tokens, "scores": scores, "again": scores, "cached": {}}
-
-
-def test_gate_of_the_benchmark(bench: Any) -> None:
-    stock = arm(1_000_000)
-    ratio, floor, found = bench.check(stock, arm(1_751_000, logprob=-1.1), 0.8)
-    assert (ratio, floor["long, cold"]["agree"], found["long, cold"]["agree"]) == (1.751, 1, 1)
-    assert found["long, cold"]["difference"] == pytest.approx(0.1)
-    for ours, said in (
-        (arm(1_500_000), "pools do not differ as their bytes do"),
-        (arm(1_751_000, likeliest=1), "agree less than asked"),
-        (arm(1_751_000, logprob=float("nan")), "not finite"),
-    ):
-        with pytest.raises(SystemExit, match=said):
-            bench.check(stock, ours, 0.8)
-    flat = arm(1_000_000, cases=5)
-    with pytest.raises(SystemExit, match="hardly depend on the prompt"):
-        bench.check(flat, arm(1_751_000, cases=5), 0.8)
-
-
-def layers_of(dummy: Any, arch: str) -> tuple[int, int]:
-    """Full-attention layers of a dummy, and those with an indexer."""
-    config = dummy.text_config(arch, tiny=False, draft=False)
-    layers = [n for n in range(config["num_hidden_layers"]) if not dummy.is_linear(config, n)]
-    return len(layers), sum(dummy.has_indexer(config, n) for n in layers)
-
-
-def test_bytes_of_the_dummy(bench: Any, dummy: Any) -> None:
-    assert layers_of(dummy, "glm-flash") == (bench.LAYERS, bench.INDEX_LAYERS)
-
-
-@pytest.fixture(scope="module")
-def kv4(bench: Any) -> types.ModuleType:
-    return load("bench_kv4_dsa")
-
-
-@pytest.mark.parametrize("arch", ["glm-dsa", "glm-flash"])
-def test_gate_of_the_4_bit_benchmark(kv4: Any, dummy: Any, arch: str) -> None:
-    _, *layers = kv4.MODELS[arch]
-    assert layers_of(dummy, arch) == tuple(layers)
-    arms = kv4.arms_of(arch, prefills=True)
-    sizes = [kv4.bytes_per_token(arm.row, *layers) for arm in arms]
-    fits = {arm.name: sizes[0] * 1_000_000 // size for arm, size in zip(arms, sizes, strict=True)}
-    assert f"{fits['kv4'] / fits['fp8']:.3f}" == {"glm-dsa": "1.768", "glm-flash": "1.571"}[arch]
-
-    def flipped(cases: int) -> dict[str, list[tuple[float, int]]]:
-        return {"long, cold": [(-1.0, n + 1000 * (n < cases)) for n in range(200)]}
-
-    def results(**flips: int) -> dict[str, dict[str, Any]]:
-        return {
-            name: {"tokens": tokens, "scores": flipped(flips.get(name[:3], 0)), "again": flipped(0)}
-            for name, tokens in fits.items()
-        }
-
-    found = kv4.check(arch, arms, results(fp8=5, kv4=20), 4.0)
-    assert found["kv4"]["agreement"]["long, cold"]["agree"] == 0.9
-    assert found["kv4"]["pool_ratio"] == pytest.approx(sizes[0] / sizes[2], rel=1e-4)
-    with pytest.raises(SystemExit, match=r"kv4, long, cold: 0\.115 of the likeliest tokens differ"):
-        kv4.check(arch, arms, results(fp8=5, kv4=23), 4.0)
-    wrong = results()
-    wrong["kv4"]["tokens"] = wrong["fp8"]["tokens"]
-    with pytest.raises(SystemExit, match="pools do not differ as their bytes do"):
-        kv4.check(arch, arms, wrong, 4.0)
-
-
-def test_arms_of_the_4_bit_benchmark(kv4: Any) -> None:
-    names = [arm.name for arm in kv4.arms_of("glm-dsa", prefills=True)]
-    assert names[:3] == ["bf16", "fp8", "kv4"]
-    assert [kv4.fp8_of(name) in names for name in names if name.startswith("kv4")] == [True] * 3
-    options = kv4.parse(["--arch", "glm-dsa", "--memory", "0.2"])
-    for arm in kv4.arms_of("glm-dsa", prefills=False):
-        server = kv4.cache_arms.server_of(arm, options, Path("model"), Path("folder"))
-        assert server.command[-2:] == ["--kv-cache-dtype", arm.dtype]
-        flag = "NUMINOUS_KV4_GLM_DSA"
-        assert (flag in server.env) == (arm.name == "kv4")
+def test_layers(dummy: Any, tmp_path: Path) -> None:
+    dummy.write("deepseek-v3", tmp_path, tiny=True, layers=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert config["num_hidden_layers"] == 3
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1", "2"}
