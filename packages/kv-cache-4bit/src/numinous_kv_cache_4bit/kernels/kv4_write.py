@@ -40,9 +40,10 @@ from numinous_kv_cache_4bit.kernels.codec import (
     check_global_scale,
     four_bit_format,
     native,
+    int8_codes,
     pack_e2m1,
-    pack_e4m3x2,
     search_scale,
+    step_codes,
     words,
 )
 from numinous_tooling.formats import LATENT_DIM, RowFormat
@@ -52,8 +53,8 @@ __all__ = ["ScaleChoice", "kv4_write", "reference", "traffic"]
 
 ScaleChoice = Literal["amax", "mse"]
 
-ROPE_NONE, ROPE_E4M3, ROPE_BF16 = 0, 1, 2
-ROPE_MODES = {288: ROPE_NONE, 352: ROPE_E4M3, 416: ROPE_BF16}
+ROPE_NONE, ROPE_INT8, ROPE_BF16 = 0, 1, 2
+ROPE_MODES = {288: ROPE_NONE, 352: ROPE_INT8, 416: ROPE_BF16}
 FEW_TOKENS = 128
 """Up to here a program writes one row."""
 MANY_ROWS = 8
@@ -108,7 +109,7 @@ def _kv4_write_kernel(
     slots,
     inverse_global,
     ROWS: tl.constexpr,  # of a program
-    ROPE: tl.constexpr,  # 0 none, 1 E4M3, 2 bf16
+    ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -138,7 +139,6 @@ def _kv4_write_kernel(
         NATIVE,
     )
     tl.store(row[:, None] + word, tl.reshape(packed, [ROWS, 256]), mask=keep[:, None])
-    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
     if ROPE > 0:
         column = tl.arange(0, 32)[None, :]
@@ -146,12 +146,19 @@ def _kv4_write_kernel(
         pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
         to = row + 288
         if ROPE == 1:
-            even = (pair << 16).to(tl.float32, bitcast=True)
-            odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+            pair = tl.reshape(pair, [ROWS, 4, 8])  # groups of 16 values
+            low, high = pair << 16, pair & 0xFFFF0000
+            size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
+            steps = step_codes(tl.max(size, axis=2).to(tl.uint32))[:, :, None]  # [ROWS, 4, 1]
+            two = int8_codes(low, steps) | (int8_codes(high, steps) << 8)
             to = to.to(tl.pointer_type(tl.uint16))
-            tl.store(to[:, None] + column, pack_e4m3x2(even, odd, NATIVE), mask=keep[:, None])
+            two = tl.reshape(two, [ROWS, 32]).to(tl.uint16)
+            tl.store(to[:, None] + column, two, mask=keep[:, None])
+            signs = ((steps >> tl.arange(0, 8)[None, None, :]) << 7).to(tl.uint8) & 0x80
+            codes |= tl.reshape(signs, [ROWS, 32])
         else:
             tl.store(words(to)[:, None] + column, pair, mask=keep[:, None])
+    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

@@ -30,7 +30,13 @@ import torch
 import triton
 import triton.language as tl
 
-from numinous_kv_cache_4bit.kernels.codec import check_global_scale, e4m3_value
+from numinous_kv_cache_4bit.kernels.codec import (
+    check_global_scale,
+    e4m3_value,
+    int8_value,
+    scale_value,
+    step_value,
+)
 from numinous_tooling import launch
 from numinous_tooling.device.convert import decode_bf16, encode_bf16
 from numinous_tooling.formats import (
@@ -198,7 +204,7 @@ def _half(row, valid, WIDTH: tl.constexpr, SECOND: tl.constexpr):
         bits = ((codes & 7) << 9) | ((codes & 8) << 12)
         value = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         scale = tl.load(row[:, None] + 256 + tl.arange(0, 32)[None, :], mask=mask, other=0)
-        scale = e4m3_value(scale.to(tl.uint32)) * 16384.0  # 2^14: codes are fp16 in that unit
+        scale = scale_value(scale.to(tl.uint32)) * 16384.0  # 2^14: codes are fp16 in that unit
         wide = tl.broadcast_to(scale[:, :, None], [scale.shape[0], 32, 8])
     else:
         start = 256 if SECOND else 0
@@ -216,7 +222,15 @@ def _rope(row, valid, WIDTH: tl.constexpr):
     column = tl.arange(0, 64)[None, :]
     mask = valid[:, None]
     if WIDTH == 352:
-        return e4m3_value(tl.load(row[:, None] + 288 + column, mask=mask, other=0).to(tl.uint32))
+        ROWS: tl.constexpr = row.shape[0]
+        # Byte loads: rows lie anywhere.
+        place = tl.arange(0, 32)[None, :]
+        scales = tl.load(row[:, None] + 256 + place, mask=mask, other=0).to(tl.uint32)
+        bits = tl.where(place % 8 < 7, (scales >> 7) << (place % 8), 0)
+        step = step_value(tl.sum(tl.reshape(bits, [ROWS, 4, 8]), axis=2))
+        codes = tl.load(row[:, None] + 288 + column, mask=mask, other=0).to(tl.uint32)
+        step = tl.broadcast_to(step[:, :, None], [ROWS, 4, 16])
+        return int8_value(codes, tl.reshape(step, [ROWS, 64]))
     else:
         bits = (row + 528).to(tl.pointer_type(tl.uint16))
         return decode_bf16(tl.load(bits[:, None] + column, mask=mask, other=0))
