@@ -20,8 +20,10 @@ import torch
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.formats import join_steps, steps_of
+from numinous_tooling.numerics import dequantize_int8
 from numinous_tooling.testing.kernels import KernelTests
-from numinous_tooling.testing.tensors import big_pool
+from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool
 from numinous_tooling.testing.tiers import selection
 from numinous_tooling.workbench import Tensors, case_id
 
@@ -51,6 +53,9 @@ extern "C" unsigned plan_bytes(int heads) {
   return heads == 64 ? Plan<R, 64, true>::kBytes : heads == 32 ? Plan<R, 32, false>::kBytes : Plan<R, 16, false>::kBytes;
 }
 extern "C" unsigned pair(unsigned word, int i) { return e2m1_pair(word, i); }
+extern "C" unsigned rope_pair(unsigned word, int half, unsigned low, unsigned high) {
+  return multiply_bf16_pairs(int8_pair(permute_bytes(word, half ? 0xb3a2 : 0x9180)), step_pair(low, high));
+}
 extern "C" int tile(int tiles, int splits, int split) { return first_tile(tiles, splits, split); }
 extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return producer_row(thread, group, groups, pass); }
 extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
@@ -99,7 +104,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert done.returncode == 0, done.stderr[:2000]
         made = ctypes.CDLL(str(library))
         made.run_model.restype = ctypes.c_char_p
-        made.pair.restype = ctypes.c_uint32
+        made.pair.restype = made.rope_pair.restype = ctypes.c_uint32
         return made
 
     return build
@@ -148,9 +153,17 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
     OP.compare(case, got, OP.reference(case, inputs))
 
 
-QUICK_FAULTS = ("panels of V mixed up", "P not awaited", "a tile is given back too early")
+QUICK_FAULTS = (
+    "panels of V mixed up",
+    "P not awaited",
+    "a tile is given back too early",
+    "signs of scales are taken for theirs",
+)
 FAULTS = {
-    "a row of scales too far": ("(scale.y * kScaleUnit, scale.y * kScaleUnit)", "(scale.x * kScaleUnit, scale.x * kScaleUnit)"),
+    "a row of scales too far": ("bf16_pair(size[1], size[1])", "bf16_pair(size[0], size[0])"),
+    "signs of scales are taken for theirs": ("fabsf(scale.x) * kScaleUnit", "scale.x * kScaleUnit"),
+    "step of another rope group": ("quarter & 1 ? step_pair(four.z, four.w)", "quarter & 1 ? step_pair(four.x, four.y)"),
+    "rope codes without sign": ("spread & 0x807f807fu", "spread & 0x007f007fu"),
     "rows swizzled by another row": ("((chunk ^ (row % 8)) * 16)", "((chunk ^ ((row + 1) % 8)) * 16)"),
     "panels of V mixed up": ("return uint32_t(panel * kTilePanelBytes + k * 2048)", "return uint32_t(panel * kTilePanelBytes + k * 1024)"),
     "wrong distance of panels": ("kTilePanelBytes, kGroupBytes), true);\n    wgmma_commit();\n    wgmma_wait();\n    hold(o);",
@@ -267,6 +280,25 @@ def test_every_code(compiled: Any) -> None:
             assert got.tolist() == [values[word >> 4 * n & 15] for n in (i, i + 4)]
     products = values[:, None] * 2.0**-126 * held
     assert torch.equal(products.to(torch.bfloat16).double(), products)
+
+
+def test_every_rope_code(compiled: Any) -> None:
+    """INT8 pairs, every code in every byte under every step: the format's value times 2^-12 to the bit, NaN and inf too."""
+    library = compiled(352)
+    codes = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(128):
+        scales = torch.randint(0, 256, (32,), generator=generator, dtype=torch.uint8)
+        scales = join_steps(scales, torch.tensor([step] * 4, dtype=torch.uint8))
+        scales[7::8] |= 0x80 * (step % 2)  # the sign that nobody reads
+        low, high = scales.view(torch.int32)[:2].tolist()
+        words = codes.view(torch.int32).flatten().tolist()
+        pairs = [library.rope_pair(w, half, low, high) for w in words for half in (0, 1)]
+        got = torch.tensor(pairs).view(-1, 1) >> torch.tensor([0, 16]) & 0xFFFF
+        got = got.flatten().to(torch.uint16).view(torch.bfloat16)
+        want = dequantize_int8(codes.flatten(), steps_of(scales)[:1].expand(16)) * kernels.HELD
+        assert_bitwise_equal(f"step {step}", got, want.to(torch.bfloat16), any_nan=True)
+        assert torch.equal(got.float(), want) or step == 127
 
 
 def test_choose_splits() -> None:
