@@ -468,9 +468,11 @@ def dequantize_nvfp4(
 def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 as sign and magnitude in groups of 16, under a step that is a power of two and takes seven bits.
 
+    The idea is that of MXINT8 (OCP MX v1.0: groups of 32, two's complement, UE8M0).
+
     The step 2^(code - 120) is the smallest of code 0 … 126 under which 127 steps reach the group's largest value. A product has
     seven significant bits, so bf16 and fp32 hold it exactly. An element is off by half a step, 1/127 of the group's largest
-    value; beyond 127 × 2^6 = 8128, inf included, it saturates, and so do its neighbours stay finite. -0 keeps its sign.
+    value; beyond 127 × 2^6 = 8128, inf included, it saturates and its neighbours stay finite. -0 keeps its sign.
 
     Step code 127 is infinite: a group with a NaN gets it and zeros as elements, so that 0 × inf makes all of it NaN.
 

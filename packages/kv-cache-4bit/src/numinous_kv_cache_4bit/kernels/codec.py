@@ -320,23 +320,6 @@ def _e2m1(x, factor):
 
 
 @triton.jit
-def pack_e4m3x2(low, high, NATIVE: tl.constexpr):
-    """Two E4M3 codes in uint16 of two fp32 blocks, saturating at 448; a NaN gives 0x7f."""
-    if NATIVE > 0:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
-            "=h,f,f",
-            [low, high],
-            dtype=tl.uint16,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        first = encode_e4m3fn(low).to(tl.uint16)
-        return first | (encode_e4m3fn(high).to(tl.uint16) << 8)
-
-
-@triton.jit
 def requantize_block(codes, scale, NATIVE: tl.constexpr):
     """E4M3 codes of E2M1 × `scale`, the first and the second eight of a block in uint64, of 16 codes in uint64.
 
@@ -390,8 +373,9 @@ def _requantize_word(codes, scale):
 
 @triton.jit
 def _four_e4m3(a, b, c, d):
-    low = pack_e4m3x2(a, b, 0).to(tl.uint32)
-    return low | (pack_e4m3x2(c, d, 0).to(tl.uint32) << 16)
+    low = encode_e4m3fn(a).to(tl.uint32) | (encode_e4m3fn(b).to(tl.uint32) << 8)
+    high = encode_e4m3fn(c).to(tl.uint32) | (encode_e4m3fn(d).to(tl.uint32) << 8)
+    return low | (high << 16)
 
 
 @triton.jit

@@ -14,8 +14,8 @@
 *Tiles*     a thread writes 16 bytes at a time: to FP8 it has a block of 16 values (8 bytes of codes), 4 rows on 128 threads, twice; to
             bf16 half a block, 2 rows, four times. So codes, scales and output lie in one layout, and nothing is exchanged but the
             maximum of 8 scale codes, by shuffles. For FP8 the eight products of a block's scale are converted once and looked up by
-            nibbles (`codec.requantize_block`); bf16 goes through fp16 (`codec.unpack_e2m1`). Machine code for sm90: 290 and 420
-            instructions a program of 8 rows, 8.1 and 11.7 a value, of 12 and 18 that fit into the time of the bytes.
+            nibbles (`codec.requantize_block`); bf16 goes through fp16 (`codec.unpack_e2m1`). Machine code for sm90: 294 and 421
+            instructions a program of 8 rows, 8.2 and 11.7 a value, of 12 and 18 that fit into the time of the bytes.
 *Time*      *derived*, one H200: 131,072 rows 37 µs to FP8, 52 µs to bf16 (85, 90 % of the roof); 2048 rows 3 µs.
 *Numerics*  bit for bit `reference`: "bf16" is exact, "fp8" rounds once as `codec` says; INT8 rope is exact in bf16.
 *Arch*      see catalog.py.

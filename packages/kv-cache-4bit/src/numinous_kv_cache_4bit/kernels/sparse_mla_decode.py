@@ -14,7 +14,7 @@
 *Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2.
 *Bytes*     a query reads k × width, and its q and out; FLOPs 2 · heads · k · (512 + rope + 512). At k 2048 and 4.25 TB/s a query's rows take
             0.17 µs (352) or 0.32 µs (656); its FLOPs at 790 TFLOP/s take 0.36 µs with 64 heads, 0.09 with 16.
-*Numerics*  scores in fp32 of bf16 products. E2M1 × E4M3 is exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
+*Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
             bf16, their sum is not. Splits are joined in order: the same bits every time for the same number of splits.
 *Versions*  "cuda" for sm90a (WGMMA, csrc/sparse_mla_decode), "triton" everywhere; docs/deep-dives/sparse-mla-decode.md.
 *Arch*      see catalog.py.
