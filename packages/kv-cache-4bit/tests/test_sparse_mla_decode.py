@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
@@ -299,6 +301,40 @@ def test_every_rope_code(compiled: Any) -> None:
         want = dequantize_int8(codes.flatten(), steps_of(scales)[:1].expand(16)) * kernels.HELD
         assert_bitwise_equal(f"step {step}", got, want.to(torch.bfloat16), any_nan=True)
         assert torch.equal(got.float(), want) or step == 127
+
+
+@triton.jit
+def _rope_kernel(rows_ptr, out_ptr, stride, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)
+    values = kernels._rope(rows_ptr + at * stride, at < ROWS - 1, 352)
+    tl.store(out_ptr + at[:, None] * 64 + tl.arange(0, 64)[None, :], values)
+
+
+@pytest.mark.tier("interpret")
+def test_every_rope_code_interpreted() -> None:
+    """The Triton version's: every code under every step, rows at odd addresses, one that is none."""
+    _every_rope_code(torch.device("cpu"))
+
+
+@pytest.mark.tier("device")
+def test_every_rope_code_triton(gpu: torch.device) -> None:
+    _every_rope_code(gpu)
+
+
+def _every_rope_code(device: torch.device) -> None:
+    memory = torch.zeros(512, 353, dtype=torch.uint8, device=device)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(4, 64).repeat(128, 1)
+    steps = torch.arange(128, dtype=torch.uint8, device=device).repeat_interleave(4)
+    steps = torch.stack([steps, steps ^ 0x55, steps, steps ^ 0x2A], dim=-1)
+    scales = torch.arange(512 * 32, device=device).view(512, 32).to(torch.uint8)
+    memory[:, 257:289] = join_steps(scales, steps)
+    memory[::2, 264:289:8] |= 0x80  # the signs that nobody reads
+    memory[:, 289:] = codes
+    out = torch.full((512, 64), 7.0, device=device)
+    _rope_kernel[(1,)](memory[:, 1:], out, 353, ROWS=512)
+    want = dequantize_int8(codes, steps)
+    want[-1] = 0.0
+    assert_bitwise_equal("rope", out, want, any_nan=True)
 
 
 def test_choose_splits() -> None:
