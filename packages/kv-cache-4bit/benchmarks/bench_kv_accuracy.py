@@ -209,6 +209,7 @@ def records(
             "n": result.summary.positions,
             "windows": result.summary.sequences,
             "bytes_per_row": round(result.bytes_per_row, 1),
+            "rope": "bf16" if result.arm.row is None else result.arm.row.field("rope").encoding,
             **figures("kl", result.summary.kl_low),
             **figures("kl_p99", result.summary.kl_p99),
             **figures("flips_percent", result.summary.flips, 100),

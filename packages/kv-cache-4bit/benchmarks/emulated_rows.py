@@ -63,8 +63,6 @@ class Arm:
         sinks: first tokens of a sequence whose rows stay bf16.
         fp8_layers: layers that keep stock's FP8 rows.
         scratch: what is read is stock's FP8 row made of the 4-bit row, as by `kv4_gather`.
-        int8_rope: the rope part as INT8 under one fp32 scale per row, amax / 127, in place of the format's: 16 bytes more, so
-            that fields stay aligned. No format of `numinous_tooling.formats`: tried here first.
     """
 
     name: str
@@ -76,12 +74,11 @@ class Arm:
     sinks: int = 0
     fp8_layers: tuple[int, ...] = ()
     scratch: bool = False
-    int8_rope: bool = False
     fault: Fault | None = None
 
     def bytes_per_row(self, layers: int, tokens: int) -> float:
         """Mean bytes of a token and layer over a sequence of `tokens`."""
-        width = BF16_WIDTH if self.row is None else self.row.width + 16 * self.int8_rope
+        width = BF16_WIDTH if self.row is None else self.row.width
         fp8 = len(self.fp8_layers)
         mean = (fp8 * STOCK_FP8.width + (layers - fp8) * width) / layers
         sinks = min(self.sinks, tokens)
@@ -99,8 +96,6 @@ ARMS: dict[str, Arm] = {
         Arm("kv4-mse", KV4, "mse"),
         Arm("kv4-bf16-rope", KV4_BF16_ROPE),
         Arm("kv4-scratch", KV4, scratch=True),
-        Arm("kv4-int8-rope", KV4, int8_rope=True),
-        Arm("kv4-mse-int8-rope", KV4, "mse", int8_rope=True),
         Arm("kv4-global-fp32", KV4, above="fp32"),
         Arm("kv4-global-power", KV4, above="power"),
         Arm("kv4-hadamard-512", KV4, turned=512),
@@ -185,8 +180,6 @@ class Rows:
                 dtype = torch.bfloat16 if above is None else torch.float32
                 found = row.unpack(rows, global_scale=above, dtype=dtype)
         latents, ropes = (part.float() for part in found)
-        if arm.int8_rope and row is arm.row:
-            ropes = through_int8(rope)
         latents[..., : arm.sinks, :] = latent[..., : arm.sinks, :].float()
         ropes[..., : arm.sinks, :] = rope[..., : arm.sinks, :].float()
         return latents, ropes
@@ -322,13 +315,6 @@ def through_fp8(x: Tensor) -> Tensor:
     scale = decode_ue8m0(ue8m0_scale_ceil(largest, element_max=E4M3FN_MAX))
     # No value is beyond 448 then, where torch's conversion and `numerics.encode_e4m3fn` part; torch's is 20 times faster.
     return (turned / scale).to(torch.float8_e4m3fn).float() * scale
-
-
-def through_int8(x: Tensor) -> Tensor:
-    """bf16 x [..., width] rounded to INT8 with one scale per row, fp32."""
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return (wide / scale).round() * scale
 
 
 def hadamard(size: int) -> Tensor:

@@ -30,6 +30,7 @@ struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x, y, z; };
 
+using std::fabs;
 using std::min;
 
 namespace model {
@@ -170,6 +171,14 @@ inline uint32_t bf16_bits(float v) {
 inline uint32_t bf16_pair(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
   return bf16_pair(bf16_value(uint16_t(a)) * bf16_value(uint16_t(b)), bf16_value(uint16_t(a >> 16)) * bf16_value(uint16_t(b >> 16)));
+}
+inline uint32_t permute_bytes(uint32_t word, uint32_t selector) {
+  uint32_t v = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t nibble = selector >> (4 * i) & 15, byte = word >> (8 * (nibble & 3)) & 0xff;
+    v |= (nibble & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << (8 * i);
+  }
+  return v;
 }
 inline float e4m3_value(uint32_t code) {
   const int exponent = code >> 3 & 15, mantissa = code & 7;

@@ -60,7 +60,7 @@ def test_error_of_a_block(row: RowFormat, choice: str) -> None:
     latent = _latent(16, spread=0.5)
     rows = row.pack(latent, _rope(row, 16), scale_choice=choice)
     decoded, _ = row.unpack(rows, dtype=torch.float32)
-    scale = row.split(rows)["scales"].view(torch.float8_e4m3fn).float()
+    scale = (row.split(rows)["scales"] & 0x7F).view(torch.float8_e4m3fn).float()
     grid = scale.repeat_interleave(16, -1)[..., None] * torch.cat([-E2M1_STEPS, E2M1_STEPS])
     nearest = (grid - latent.float()[..., None]).abs().amin(-1)
     assert torch.equal((decoded - latent.float()).abs(), nearest)
@@ -71,11 +71,18 @@ def test_error_of_a_block(row: RowFormat, choice: str) -> None:
 
 
 def test_rope_saturates_or_is_exact() -> None:
-    rope = torch.tensor([500.0, -1e4, float("inf"), 448.0, 1.0625, -0.0] + [0.0] * 58)
+    rope = torch.zeros(64)
+    rope[:6] = torch.tensor([9000.0, -1e9, float("inf"), 8128.0, 96.5, -31.0])  # steps of 64
+    rope[16:22] = torch.tensor([127.0, 1.5, 2.5, -0.0, 0.25, -0.75])  # of 1
+    rope[32:36] = torch.tensor([1e-30, 2e-32, -1e-39, 1e-41])
     rope = rope.to(torch.bfloat16)[None]
     latent = _latent(1)
-    narrow = KV4.unpack(KV4.pack(latent, rope))[1][0, :6]
-    assert narrow.tolist() == [448.0, -448.0, 448.0, 448.0, 1.0, 0.0]
+    narrow = KV4.unpack(KV4.pack(latent, rope))[1][0]
+    assert narrow[:6].tolist() == [8128.0, -8128.0, 8128.0, 8128.0, 128.0, 0.0]
+    assert narrow[16:22].tolist() == [127.0, 2.0, 2.0, 0.0, 0.0, -1.0]
+    assert torch.equal(torch.signbit(narrow), torch.signbit(rope[0]))
+    assert ((narrow - rope[0]).abs()[32:48] <= rope[0, 32] / 127).all()
+    assert not narrow[48:].any()
     assert torch.equal(KV4_BF16_ROPE.unpack(KV4_BF16_ROPE.pack(latent, rope))[1], rope)
 
 
@@ -155,7 +162,7 @@ def test_requantised_error_is_below_that_of_four_bits(
     assert error.norm() < share * (exact - latent.float()).norm()
     # The scale is a power of two, which bf16 holds, and no smaller one would do.
     assert (torch.frexp(scales).mantissa == 0.5).all()
-    largest = 6 * row.split(rows)["scales"].view(torch.float8_e4m3fn).float()
+    largest = 6 * (row.split(rows)["scales"] & 0x7F).view(torch.float8_e4m3fn).float()
     largest = largest.unflatten(-1, (4, 8)).amax(-1)
     assert (largest <= 448 * scales).all()
     assert ((largest > 224 * scales) | (scales == 2.0**-12)).all()
@@ -190,6 +197,14 @@ def test_requantised_zeros_and_nan() -> None:
     assert decoded[1, 128:144].isnan().all()
     assert decoded[1].isnan().sum() == 16
     assert scales.isfinite().all()
+
+
+def test_signs_of_scales_do_not_reach_the_fp8_row() -> None:
+    """Neither values nor shared scales know them."""
+    rows = KV4_NO_ROPE.pack(_latent(8))
+    want = requantize_fp8(rows)
+    rows[:, 256:288] |= 0x80
+    assert torch.equal(requantize_fp8(rows), want)
 
 
 def test_widths() -> None:

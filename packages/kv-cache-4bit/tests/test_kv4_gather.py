@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from numinous_kv_cache_4bit.kernels.codec import e4m3_value
 from numinous_kv_cache_4bit.kernels.kv4_gather import kv4_gather, reference
 from numinous_kv_cache_4bit.kernels.kv4_write import kv4_write
 from numinous_kv_cache_4bit.workbench import kv4_gather as workbench
 from numinous_kv_cache_4bit.workbench.kv4_gather import OP, Case
-from numinous_tooling.formats import KV4, KV4_NO_ROPE
+from numinous_tooling.formats import KV4, KV4_NO_ROPE, join_steps
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool
 
@@ -80,6 +81,53 @@ def test_every_product_interpreted(to: Any, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("to", ["fp8", "bf16"])
 def test_every_product(to: Any, gpu: torch.device) -> None:
     _every_product(gpu, to)
+
+
+def _every_rope_code(device: torch.device, to: Any) -> None:
+    """Each INT8 code under each step, the free signs set in every other row; NaN and inf too."""
+    rows = torch.zeros(512, KV4.width, dtype=torch.uint8, device=device)
+    fields = KV4.split(rows)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(4, 64)
+    fields["rope"].copy_(codes.repeat(128, 1))
+    steps = torch.arange(128, dtype=torch.uint8, device=device).repeat_interleave(4)
+    # A group's own step, and others beside it.
+    mixed = torch.stack([steps, steps ^ 0x55, steps, steps ^ 0x2A], dim=-1)
+    scales = torch.arange(512 * 32, device=device).remainder(127).to(torch.uint8).view(512, 32)
+    fields["scales"].copy_(join_steps(scales, mixed))
+    fields["scales"][::2, 7::8] |= 0x80
+    index = torch.arange(512, device=device, dtype=torch.int32)
+    case = Case(1, 512, 352, to)
+    got = workbench.fields_of(case, kv4_gather(rows, index, to=to).view(torch.uint8), index)
+    want = workbench.fields_of(case, reference(rows, index, to=to)["out"], index)
+    workbench.compare(case, got, want)
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("to", ["fp8", "bf16"])
+def test_every_rope_code_interpreted(to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.ROWS_OF_PROGRAM", 512)
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.ROWS", {to: 512})
+    _every_rope_code(torch.device("cpu"), to)
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("to", ["fp8", "bf16"])
+def test_signs_of_scales_that_leak_are_seen(to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that takes the signs for the scales' fails where rows have such, and not where none has."""
+    case = Case(1, 9, 352, to)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.scale_value", e4m3_value)
+    with pytest.raises(AssertionError, match="latent" if to == "fp8" else "out"):
+        workbench.compare(case, workbench._run(case, inputs), OP.reference(case, inputs))
+    case = Case(1, 9, 288, to)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    workbench.compare(case, workbench._run(case, inputs), OP.reference(case, inputs))
+
+
+@pytest.mark.tier("device")
+@pytest.mark.parametrize("to", ["fp8", "bf16"])
+def test_every_rope_code(to: Any, gpu: torch.device) -> None:
+    _every_rope_code(gpu, to)
 
 
 @pytest.mark.tier("device")

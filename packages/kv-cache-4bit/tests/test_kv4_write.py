@@ -10,7 +10,7 @@ import torch
 
 from numinous_kv_cache_4bit.kernels.kv4_write import ScaleChoice, kv4_write, reference
 from numinous_kv_cache_4bit.workbench.kv4_write import OP
-from numinous_tooling.formats import KV4, KV4_NO_ROPE
+from numinous_tooling.formats import KV4, KV4_NO_ROPE, steps_of
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool, guarded_pool
 
@@ -159,6 +159,54 @@ def test_random_bits(gpu: torch.device) -> None:
     )
     values = (2 * torch.rand(20000, 32, 16, device=gpu) - 1) * torch.exp2(exponents.float())
     _rounds_as_the_reference(values.to(torch.bfloat16).view(-1, 512))
+
+
+# --- Rope -----------------------------------------------------------------------------------------------------------
+
+
+def _every_step(device: torch.device) -> torch.Tensor:
+    """bf16 [T, 64]: groups whose largest number is around each end of each step, others around ties of that step; NaN and inf."""
+    exponents = torch.arange(-133, 15, device=device)
+    largest = torch.tensor([63.5, 64.0, 126.0, 127.0, 127.5, 128.0], device=device)
+    counts = torch.tensor([0.0, 0.5, 1.5, 2.5, 62.5, 63.5, 1.0, 0.25, 0.75, 31.5, 15.75, 7.25, 40.0, 55.5, 3.0], device=device)  # fmt: skip
+    counts = counts.expand(len(largest), -1).clone()
+    counts[:, 1::2] *= -1
+    groups = torch.cat([largest[:, None], counts], dim=1)
+    groups = torch.ldexp(groups.double(), exponents[:, None, None].double()).float().flatten(0, 1)
+    groups = _neighbours(groups.to(torch.bfloat16)).transpose(1, 2).flatten(0, 1)
+    special = groups[:4].clone()
+    special[0], special[1, 3], special[2, 5], special[3, :2] = -0.0, float("nan"), float("-inf"), float("inf")  # fmt: skip
+    special[3, 2] = float("nan")
+    groups = torch.cat([special, groups])
+    return torch.nn.functional.pad(groups, (0, 0, 0, -len(groups) % 4)).view(-1, 64)
+
+
+def _rope_rounds_as_the_reference(rope: torch.Tensor) -> None:
+    tokens, device = len(rope), rope.device
+    latent = _tokens(tokens, device)[0]
+    loc = torch.arange(1, tokens + 1, device=device)
+    pool, want = torch.zeros(2, tokens + 1, KV4.width, dtype=torch.uint8, device=device)
+    kv4_write(pool, loc, latent, rope)
+    reference(want, loc, latent, rope)
+    assert_bitwise_equal("pool", pool, want)
+
+
+@pytest.mark.tier("interpret")
+def test_every_step_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_write.FEW_TOKENS", 0)
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_write.MANY_ROWS", 1024)
+    rope = _every_step(torch.device("cpu"))
+    steps = steps_of(KV4.split(KV4.pack(_tokens(len(rope))[0], rope))["scales"])
+    assert set(steps.flatten().tolist()) == set(range(128))
+    _rope_rounds_as_the_reference(rope)
+
+
+@pytest.mark.tier("device")
+def test_every_step(gpu: torch.device) -> None:
+    _rope_rounds_as_the_reference(_every_step(gpu))
+    _rope_rounds_as_the_reference(_every_step(gpu)[:100])  # a row a program
+    bits = torch.randint(-(2**15), 2**15, (20000, 64), dtype=torch.int16, device=gpu)
+    _rope_rounds_as_the_reference(bits.view(torch.bfloat16))
 
 
 # --- Refusals -------------------------------------------------------------------------------------------------------

@@ -12,13 +12,17 @@ from typing import Any
 import kv4_block_model as block_model
 import pytest
 import torch
+import triton
+import triton.language as tl
 from kv4_block_model import run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.formats import join_steps, steps_of
+from numinous_tooling.numerics import dequantize_int8
 from numinous_tooling.testing.kernels import KernelTests
-from numinous_tooling.testing.tensors import big_pool
+from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool
 from numinous_tooling.testing.tiers import selection
 from numinous_tooling.workbench import case_id
 
@@ -27,6 +31,9 @@ extern "C" unsigned plan_bytes(int heads) {
   return heads == 64 ? Plan<R, 64, true>::kBytes : heads == 32 ? Plan<R, 32, false>::kBytes : Plan<R, 16, false>::kBytes;
 }
 extern "C" unsigned pair(unsigned word, int i) { return e2m1_pair(word, i); }
+extern "C" unsigned rope_pair(unsigned word, int half, unsigned low, unsigned high) {
+  return multiply_bf16_pairs(int8_pair(permute_bytes(word, half ? 0xb3a2 : 0x9180)), step_pair(low, high));
+}
 extern "C" int tile(int tiles, int splits, int split) { return first_tile(tiles, splits, split); }
 extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return producer_row(thread, group, groups, pass); }
 extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
@@ -66,9 +73,17 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
     OP.compare(case, got, OP.reference(case, inputs))
 
 
-QUICK_FAULTS = ("panels of V mixed up", "P not awaited", "a tile is given back too early")
+QUICK_FAULTS = (
+    "panels of V mixed up",
+    "P not awaited",
+    "a tile is given back too early",
+    "signs of scales are taken for theirs",
+)
 FAULTS = {
-    "a row of scales too far": ("(scale.y * kScaleUnit, scale.y * kScaleUnit)", "(scale.x * kScaleUnit, scale.x * kScaleUnit)"),
+    "a row of scales too far": ("bf16_pair(size[1], size[1])", "bf16_pair(size[0], size[0])"),
+    "signs of scales are taken for theirs": ("fabsf(scale.x) * kScaleUnit", "scale.x * kScaleUnit"),
+    "step of another rope group": ("quarter & 1 ? step_pair(four.z, four.w)", "quarter & 1 ? step_pair(four.x, four.y)"),
+    "rope codes without sign": ("spread & 0x807f807fu", "spread & 0x007f007fu"),
     "rows swizzled by another row": ("((chunk ^ (row % 8)) * 16)", "((chunk ^ ((row + 1) % 8)) * 16)"),
     "panels of V mixed up": ("return uint32_t(panel * kTilePanelBytes + k * 2048)", "return uint32_t(panel * kTilePanelBytes + k * 1024)"),
     "wrong distance of panels": ("kTilePanelBytes, kGroupBytes), true);\n    wgmma_commit();\n    wgmma_wait();\n    hold(o);",
@@ -165,6 +180,60 @@ def test_every_code(compiled: Any) -> None:
             assert got.tolist() == [values[word >> 4 * n & 15] for n in (i, i + 4)]
     products = values[:, None] * 2.0**-126 * held
     assert torch.equal(products.to(torch.bfloat16).double(), products)
+
+
+def test_every_rope_code(compiled: Any) -> None:
+    """INT8 pairs, every code in every byte under every step: the format's value times 2^-12 to the bit, NaN and inf too."""
+    library = compiled(352)
+    library.rope_pair.restype = ctypes.c_uint32
+    codes = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(128):
+        scales = torch.randint(0, 256, (32,), generator=generator, dtype=torch.uint8)
+        scales = join_steps(scales, torch.tensor([step] * 4, dtype=torch.uint8))
+        scales[7::8] |= 0x80 * (step % 2)  # the sign that nobody reads
+        low, high = scales.view(torch.int32)[:2].tolist()
+        words = codes.view(torch.int32).flatten().tolist()
+        pairs = [library.rope_pair(w, half, low, high) for w in words for half in (0, 1)]
+        got = torch.tensor(pairs).view(-1, 1) >> torch.tensor([0, 16]) & 0xFFFF
+        got = got.flatten().to(torch.uint16).view(torch.bfloat16)
+        want = dequantize_int8(codes.flatten(), steps_of(scales)[:1].expand(16)) * kernels.HELD
+        assert_bitwise_equal(f"step {step}", got, want.to(torch.bfloat16), any_nan=True)
+        assert torch.equal(got.float(), want) or step == 127
+
+
+@triton.jit
+def _rope_kernel(rows_ptr, out_ptr, stride, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)
+    values = kernels._rope(rows_ptr + at * stride, at < ROWS - 1, 352)
+    tl.store(out_ptr + at[:, None] * 64 + tl.arange(0, 64)[None, :], values)
+
+
+@pytest.mark.tier("interpret")
+def test_every_rope_code_interpreted() -> None:
+    """The Triton version's: every code under every step, rows at odd addresses, one that is none."""
+    _every_rope_code(torch.device("cpu"))
+
+
+@pytest.mark.tier("device")
+def test_every_rope_code_triton(gpu: torch.device) -> None:
+    _every_rope_code(gpu)
+
+
+def _every_rope_code(device: torch.device) -> None:
+    memory = torch.zeros(512, 353, dtype=torch.uint8, device=device)
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(4, 64).repeat(128, 1)
+    steps = torch.arange(128, dtype=torch.uint8, device=device).repeat_interleave(4)
+    steps = torch.stack([steps, steps ^ 0x55, steps, steps ^ 0x2A], dim=-1)
+    scales = torch.arange(512 * 32, device=device).view(512, 32).to(torch.uint8)
+    memory[:, 257:289] = join_steps(scales, steps)
+    memory[::2, 264:289:8] |= 0x80  # the signs that nobody reads
+    memory[:, 289:] = codes
+    out = torch.full((512, 64), 7.0, device=device)
+    _rope_kernel[(1,)](memory[:, 1:], out, 353, ROWS=512)
+    want = dequantize_int8(codes, steps)
+    want[-1] = 0.0
+    assert_bitwise_equal("rope", out, want, any_nan=True)
 
 
 def test_choose_splits() -> None:

@@ -39,12 +39,12 @@ def _one_thread():
 
 
 def make_inputs(width, *shape, seed=0):
-    """bf16 latent and rope as a model makes them; one block of zeros, one rope value beyond E4M3FN's range."""
+    """bf16 latent and rope as a model makes them; one block of zeros, one rope value beyond the range of E4M3FN, one of INT8."""
     generator = torch.Generator().manual_seed(seed)
     latent = torch.randn(*shape, 512, generator=generator).bfloat16()
     rope = (torch.randn(*shape, 64, generator=generator) * 20).bfloat16()
     latent[..., 128:256] = 0.0
-    rope[..., 5] = -600.0
+    rope[..., 5], rope[..., 20] = -600.0, 9000.0
     return latent, rope if row_format(width).rope_dim else None
 
 
@@ -113,13 +113,16 @@ def check_rows(row, latent, rope, rows):
         part = rows[..., start:end].contiguous()
         if name == "rope" and end - start == 128:
             assert torch.equal(part.view(torch.bfloat16), rope), "rope"
+        elif name == "rope" and row.width == 352:
+            check_rope(rows, part, rope)
         elif name == "rope":
             want = rope.float().clamp(-448, 448).to(torch.float8_e4m3fn)
             assert torch.equal(part, want.view(torch.uint8)), "rope"
         elif name == "latent" and row.width in KV4_WIDTHS:
             table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
             table = torch.cat([table, -table])
-            scales = rows[..., 256:288].contiguous().view(torch.float8_e4m3fn).float()
+            scales = (rows[..., 256:288] & 0x7F).view(torch.float8_e4m3fn).float()
+            assert row.width == 352 or (rows[..., 256:288] < 128).all(), "scales"
             values = torch.empty(latent.shape)
             values[..., 0::2], values[..., 1::2] = (
                 table[(part & 15).long()],
@@ -140,6 +143,20 @@ def check_rows(row, latent, rope, rows):
             values = part.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, -1)
             limit = latent.float().abs() * 2.0**-4 + scales.repeat_interleave(128, -1) * 2.0**-10
             assert ((values - latent.float()).abs() <= limit * 1.00001).all(), "latent"
+
+
+def check_rope(rows, codes, rope):
+    """INT8 codes as torch's own signed bytes, under steps read bit by bit from the scales' signs."""
+    signs = (rows[..., 256:288] >> 7).int()
+    assert not signs[..., 7::8].any(), "scales"
+    step = sum(signs[..., bit::8] * 2**bit for bit in range(7)) - 120.0
+    step = torch.exp2(step).repeat_interleave(16, -1)
+    magnitude = (codes & 0x7F).float()
+    assert torch.equal((codes >= 128), torch.signbit(rope)), "rope"
+    limit = torch.maximum(step / 2, (rope.float().abs() - 127 * step) * (step == 64))
+    assert ((magnitude * step - rope.float().abs()).abs() <= limit).all(), "rope"
+    largest = magnitude.unflatten(-1, (4, 16)).amax(-1)
+    assert (largest >= 64).all(), "rope"  # no smaller step would do
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -169,11 +186,63 @@ def test_numerics_are_the_specification(width):
         rows = row.pack(latent, rope, **options)
         packed, scales = numerics.quantize_nvfp4(latent, **options)
         assert torch.equal(rows[:, :256], packed)
-        assert torch.equal(rows[:, 256:288], scales)
+        if width == 352:
+            codes, steps = numerics.quantize_int8(rope)
+            assert torch.equal(rows[:, 288:], codes)
+            assert torch.equal(rows[:, 256:288], formats.join_steps(scales, steps))
+        else:
+            assert torch.equal(rows[:, 256:288], scales)
         above = options.get("global_scale")
         values = row.unpack(rows, global_scale=above, dtype=torch.float32)[0]
         want = numerics.dequantize_nvfp4(packed, scales, global_scale=above)
         assert torch.equal(values, want)
+
+
+def test_steps_lie_in_the_signs_of_scales():
+    """Bit b of the code of group g is the sign of scale 8 g + b; the eighth is free; the scales keep what is theirs."""
+    steps = torch.arange(128, dtype=torch.uint8).view(32, 4)
+    scales = torch.arange(1024).remainder(128).view(32, 32).to(torch.uint8)
+    for before in (scales, scales | 0x80):
+        joined = formats.join_steps(before, steps)
+        assert torch.equal(joined & 0x7F, scales)
+        assert torch.equal(formats.steps_of(joined), steps)
+        assert not (joined[:, 7::8] >> 7).any()
+    one = formats.join_steps(scales[:1], torch.tensor([[0, 1 << 2, 0, 1 << 6]], dtype=torch.uint8))
+    assert (one[0] >> 7).nonzero().flatten().tolist() == [8 + 2, 24 + 6]
+    joined[:, 7::8] |= 0x80  # what nobody writes, nobody reads
+    assert torch.equal(formats.steps_of(joined), steps)
+
+
+@pytest.mark.parametrize("width", KV4_WIDTHS)
+def test_signs_of_scales_are_not_the_latents(width):
+    """Whatever they hold, the latent is the same; and the rope part follows them, in rows of 352 bytes alone."""
+    row = row_format(width)
+    latent, rope = make_inputs(width, 8)
+    rows = row.pack(latent, rope)
+    want, want_rope = row.unpack(rows)
+    rows[:, 256:288] ^= 0x80
+    found, found_rope = row.unpack(rows)
+    assert torch.equal(found, want)
+    assert torch.equal(torch.signbit(found), torch.signbit(want))
+    assert torch.equal(found_rope, want_rope) == (width != 352)
+
+
+def test_rope_does_not_touch_the_latent():
+    """NaN and inf in it neither; a NaN makes its sixteen values NaN."""
+    latent, rope = make_inputs(352, 4)
+    want = formats.KV4.unpack(formats.KV4.pack(latent, rope))
+    rope[1, 3], rope[2, 63], rope[3] = float("nan"), float("inf"), 0.0
+    rows = formats.KV4.pack(latent, rope)
+    found = formats.KV4.unpack(rows)
+    assert torch.equal(found[0], want[0])
+    assert found[1][1, :16].isnan().all()
+    assert torch.equal(found[1][1, 16:], want[1][1, 16:])
+    assert found[1][2, 63] == 8128
+    assert found[1][2].isfinite().all()
+    assert not rows[3, 288:].any()
+    assert not (rows[3, 256:288] >> 7).any()
+    assert not formats.KV4.pack(torch.zeros_like(latent), rope[3:].expand(4, 64)).any()
+    assert not any(part.any() for part in formats.KV4.unpack(rows * 0))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -268,11 +337,16 @@ FAULTS = {
     "nibbles": lambda rows: rows[:, :256].copy_(rows[:, :256] >> 4 | rows[:, :256] << 4),
     "scale byte": lambda rows: rows[1, 270:271].bitwise_xor_(1),
     "latent byte": lambda rows: rows[1, 9:10].bitwise_xor_(0x77),
-    "rope byte": lambda rows: rows[0, 300:301].bitwise_xor_(1),
+    "rope byte": lambda rows: rows[0, 300:301].bitwise_xor_(2),
     "scales shifted": lambda rows: rows[:, 256:288].copy_(rows[:, 256:288].roll(1, -1)),
     "swizzled scales": lambda rows: rows[:, 256:288].copy_(
         rows[:, 256:288].reshape(-1, 8, 4).transpose(1, 2).reshape(-1, 32)
     ),
+    "step of another group": lambda rows: rows[:, 256:288].copy_(
+        rows[:, 256:288] & 0x7F | rows[:, 256:288].roll(8, -1) & 0x80
+    ),
+    "steps not written": lambda rows: rows[:, 256:288].bitwise_and_(0x7F),
+    "the free sign": lambda rows: rows[0, 263:264].bitwise_xor_(0x80),
     "rope first": lambda rows: rows.copy_(rows.roll(64, -1)),
 }
 

@@ -3,7 +3,7 @@
 
 | width | latent | scales | rope | who | saved against bf16 |
 |---|---|---|---|---|---|
-| 352 | E2M1, 256 bytes | 32 E4M3FN, one per 16 | 64 E4M3FN | numinous | 3.27 × |
+| 352 | E2M1, 256 bytes | 32 E4M3FN, one per 16 | 64 INT8, a step per 16 in signs of scales | numinous | 3.27 × |
 | 416 | E2M1, 256 bytes | 32 E4M3FN, one per 16 | 64 bf16, 128 bytes | numinous, measured alternative | 2.77 × |
 | 288 | E2M1, 256 bytes | 32 E4M3FN, one per 16 | none | numinous | 3.56 × |
 | 656 | 512 E4M3FN | 4 fp32, one per 128 | 64 bf16, 128 bytes | stock FP8 with FlashMLA | 1.76 × |
@@ -12,7 +12,9 @@
 
 The width is the type tag: no two formats share one, and readers choose by it. Two E2M1 codes share a byte, the even column in
 the low nibble; scales follow the columns they scale and are never swizzled; every field starts at a multiple of 16 bytes;
-fp32 and bf16 are little-endian. Conversions are those of `numinous_tooling.numerics`, which is where rounding is specified.
+fp32 and bf16 are little-endian. Block scales of the 4-bit rows are magnitudes: whoever decodes one ignores its sign bit.
+In rows of 352 bytes seven of eight such bits hold the rope part's steps (`join_steps`); all others are written as 0.
+Conversions are those of `numinous_tooling.numerics`, which is where rounding is specified.
 
 Loads without torch, so that declarations may import it; `split`, `pack` and `unpack` need it.
 """
@@ -37,15 +39,18 @@ __all__ = [
     "STOCK_FP8_RAW",
     "Field",
     "RowFormat",
+    "join_steps",
     "row_format",
+    "steps_of",
 ]
 
 LATENT_DIM = 512
 ROPE_DIM = 64
 ALIGNMENT = 16  # bytes: one vector load
 
-Encoding = Literal["e2m1", "e4m3fn", "fp32", "bf16"]
-ENCODING_BITS = MappingProxyType({"e2m1": 4, "e4m3fn": 8, "bf16": 16, "fp32": 32})
+Encoding = Literal["e2m1", "e4m3fn", "int8", "fp32", "bf16"]
+ENCODING_BITS = MappingProxyType({"e2m1": 4, "e4m3fn": 8, "int8": 8, "bf16": 16, "fp32": 32})
+STEP_BITS = 7  # of a rope group's step, one in each of so many scales
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class RowFormat:
             rows: uint8 [..., width], the last dimension contiguous (rows may lie apart, as in a page or a slice).
 
         Returns:
-            by field name, [..., count]: E4M3FN as codes in uint8, fp32 and bf16 in their dtypes; E2M1 packed [..., count / 2] uint8.
+            by field name, [..., count]: E4M3FN and INT8 as codes in uint8, fp32 and bf16 in their dtypes; E2M1 packed [..., count / 2] uint8.
         """
         import torch
 
@@ -162,8 +167,7 @@ class RowFormat:
     ) -> torch.Tensor:
         """Rows uint8 [..., width] of a latent [..., 512] and, where the format has it, a rope part [..., 64].
 
-        The 4-bit formats are `numerics.quantize_nvfp4`; their E4M3FN rope has no scale and saturates at 448. Stock rows with
-        scales are written in the engine's order, x × (1 / scale) with scale = amax / 448, but for one thing: of a group of
+        The 4-bit formats are `numerics.quantize_nvfp4`, their INT8 rope is `numerics.quantize_int8`. Stock rows with scales are written in the engine's order, x × (1 / scale) with scale = amax / 448, but for one thing: of a group of
         zeros, or so small that the reciprocal overflows, the engine computes 0 × inf, and this makes zeros under scale 0.
 
         Args:
@@ -199,8 +203,13 @@ class RowFormat:
         else:
             fields["latent"].copy_(numerics.encode_e4m3fn(latent))
         if self.rope_dim:
-            as_codes = self.field("rope").encoding == "e4m3fn"
-            fields["rope"].copy_(numerics.encode_e4m3fn(rope) if as_codes else rope)
+            encoding = self.field("rope").encoding
+            if encoding == "int8":
+                codes, steps = numerics.quantize_int8(rope)
+                fields["rope"].copy_(codes)
+                fields["scales"].copy_(join_steps(fields["scales"], steps))
+            else:
+                fields["rope"].copy_(numerics.encode_e4m3fn(rope) if encoding == "e4m3fn" else rope)
         return rows
 
     def unpack(
@@ -225,7 +234,7 @@ class RowFormat:
         fields = self.split(rows)
         if self.field("latent").encoding == "e2m1":
             latent = numerics.dequantize_nvfp4(
-                fields["latent"], fields["scales"], global_scale=global_scale, dtype=dtype
+                fields["latent"], fields["scales"] & 0x7F, global_scale=global_scale, dtype=dtype
             )
         elif global_scale is not None:
             raise ValueError(f"row {self.name} has no global scale")
@@ -235,8 +244,10 @@ class RowFormat:
             latent = numerics.decode_e4m3fn(fields["latent"]).to(dtype)
         if not self.rope_dim:
             return latent, latent.new_empty((*latent.shape[:-1], 0))
-        rope = fields["rope"]
-        if self.field("rope").encoding == "e4m3fn":
+        rope, encoding = fields["rope"], self.field("rope").encoding
+        if encoding == "int8":
+            rope = numerics.dequantize_int8(rope, steps_of(fields["scales"]))
+        elif encoding == "e4m3fn":
             rope = numerics.decode_e4m3fn(rope)
         return latent, rope.to(dtype)
 
@@ -270,6 +281,26 @@ def _check_rows(rows: torch.Tensor, row: RowFormat) -> None:
         )
 
 
+def join_steps(scales: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Scales uint8 [..., 32] whose sign bits hold step codes uint8 [..., 4]: bit b of that of group g in scale 8 g + b.
+
+    The sign of scale 8 g + 7 is 0.
+    """
+    import torch
+
+    place = torch.arange(scales.shape[-1] // steps.shape[-1], device=scales.device)
+    bits = (steps.unsqueeze(-1).int() >> place) & (place < STEP_BITS).int()
+    return (scales & 0x7F) | (bits.flatten(-2) << 7).to(torch.uint8)
+
+
+def steps_of(scales: torch.Tensor) -> torch.Tensor:
+    """Step codes uint8 [..., 4] in the sign bits of scales uint8 [..., 32], backwards from `join_steps`."""
+    import torch
+
+    bits = (scales >> 7).unflatten(-1, (ROPE_DIM // 16, -1))[..., :STEP_BITS].int()
+    return (bits << torch.arange(STEP_BITS, device=scales.device)).sum(-1).to(torch.uint8)
+
+
 def _kv4(name: str, width: int, *rope: Field) -> RowFormat:
     return RowFormat(
         name=name,
@@ -285,7 +316,7 @@ def _kv4(name: str, width: int, *rope: Field) -> RowFormat:
     )
 
 
-KV4 = _kv4("kv4", 352, Field("rope", 288, ROPE_DIM, "e4m3fn"))
+KV4 = _kv4("kv4", 352, Field("rope", 288, ROPE_DIM, "int8"))
 KV4_BF16_ROPE = _kv4("kv4_bf16_rope", 416, Field("rope", 288, ROPE_DIM, "bf16"))
 KV4_NO_ROPE = _kv4("kv4_no_rope", 288)
 

@@ -41,6 +41,7 @@ __all__ = [
     "E4M3FN_MAX",
     "E5M2_MAX",
     "FP8_GROUP",
+    "INT8_GROUP",
     "MXFP4_BLOCK",
     "NVFP4_BLOCK",
     "decode_e2m1",
@@ -49,6 +50,7 @@ __all__ = [
     "decode_e5m2",
     "decode_ue8m0",
     "dequantize_fp8",
+    "dequantize_int8",
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "encode_e2m1",
@@ -62,6 +64,7 @@ __all__ = [
     "quantize_fp8_group",
     "quantize_fp8_rows",
     "quantize_fp8_tensor",
+    "quantize_int8",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "ue8m0_scale_ceil",
@@ -72,6 +75,10 @@ __all__ = [
 NVFP4_BLOCK = 16
 MXFP4_BLOCK = 32
 FP8_GROUP = 128
+INT8_GROUP = 16
+INT8_MAX = 127
+INT8_BIAS = 120  # of step codes
+INT8_INFINITE = 127  # the step code of a group with a NaN
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by code."""
@@ -453,6 +460,55 @@ def dequantize_nvfp4(
             f"NVFP4: scales {list(scales.shape)} do not fit bytes {list(packed.shape)}"
         )
     return _nvfp4_values(codes, scales, _check_global(global_scale, packed.device)).to(dtype)
+
+
+# --- INT8 under a power of two --------------------------------------------------------------------------------------
+
+
+def quantize_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 as sign and magnitude in groups of 16, under a step that is a power of two and takes seven bits.
+
+    The idea is that of MXINT8 (OCP MX v1.0: groups of 32, two's complement, UE8M0).
+
+    The step 2^(code - 120) is the smallest of code 0 … 126 under which 127 steps reach the group's largest value. A product has
+    seven significant bits, so bf16 and fp32 hold it exactly. An element is off by half a step, 1/127 of the group's largest
+    value; beyond 127 × 2^6 = 8128, inf included, it saturates and its neighbours stay finite. -0 keeps its sign.
+
+    Step code 127 is infinite: a group with a NaN gets it and zeros as elements, so that 0 × inf makes all of it NaN.
+
+    Quantising again what was dequantised gives the same bytes.
+
+    Args:
+        x: [..., K], K a multiple of 16.
+
+    Returns:
+        codes [..., K] uint8, bit 7 the sign, and step codes [..., K / 16] uint8 below 128.
+    """
+    groups = _blocks(x, INT8_GROUP, "INT8")
+    amax = _amax(groups)
+    # amax = mantissa × 2^exponent, mantissa in [1/2, 1): up to 127/128 it takes 127 steps of 2^(exponent - 7).
+    mantissa, exponent = torch.frexp(amax)
+    above = torch.where(mantissa <= INT8_MAX / 128, -7, -6)
+    steps = (exponent + above + INT8_BIAS).clamp(0, INT8_INFINITE - 1)
+    steps = torch.where(amax == 0, 0, steps)
+    count = _divide(groups.abs(), torch.ldexp(torch.ones_like(amax), steps - INT8_BIAS))
+    codes = count.round().clamp(max=INT8_MAX).nan_to_num(0.0).int() + 0x80 * torch.signbit(groups)
+    nan = amax.isnan()
+    codes = torch.where(nan.unsqueeze(-1), 0, codes)
+    steps = torch.where(nan, INT8_INFINITE, steps)
+    return codes.flatten(-2).to(torch.uint8), steps.to(torch.uint8)
+
+
+def dequantize_int8(
+    codes: torch.Tensor, steps: torch.Tensor, *, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Codes [..., K] and step codes [..., K / 16] of `quantize_int8` → [..., K] in `dtype`, exact in fp32 and bf16."""
+    magnitude = (_check_codes(codes) & 0x7F).float()
+    values = torch.where(codes >= 0x80, -magnitude, magnitude)
+    exponent = _check_codes(steps).int() - INT8_BIAS
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    scale = torch.where(steps == INT8_INFINITE, torch.inf, scale)
+    return _scaled(values, scale, "INT8").to(dtype)
 
 
 # --- MXFP4 ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 *Seam*      the width of a pool's row, its writer and readers, FlashMLA over the pool, and the two functions that dequantise in front of
             the sparse prefill kernels.
 *Why*       Stock 0.5.20 refuses any cache of DSA models but bf16 and FP8. A 352-byte row holds 512 latent values as E2M1 with an E4M3
-            scale for 16 and 64 rope values as E4M3, where stock's FP8 row on Hopper takes 656 bytes and bf16 1152.
+            scale for 16 and 64 rope values as INT8, where stock's FP8 row on Hopper takes 656 bytes and bf16 1152.
 *Flag*      ``NUMINOUS_KV4_GLM_DSA=1`` with ``--kv-cache-dtype fp8_e4m3``.
 *Neighbour* stock's FP8 cache of the same model, read by the same FlashMLA; benchmarks run it and bf16 as the other arms.
 *Undo*      leave the flag unset.

@@ -2,9 +2,11 @@
 """The 4-bit row in torch, which is the specification, and the device functions that the kernels of this room share.
 
 *Encode*     `RowFormat.pack` of KV4 (352 bytes), KV4_NO_ROPE (288) and KV4_BF16_ROPE (416): 512 latent values as E2M1, one E4M3
-             scale for 16 of them, rope as E4M3 saturating at 448 or as bf16. Rounding and the rules for zeros, NaN and inf are
-             those of `numinous_tooling.numerics.quantize_nvfp4`.
-*Decode*     `RowFormat.unpack` without a global scale: E2M1 × E4M3 has at most six significant bits, so bf16 holds it exactly.
+             scale for 16 of them; rope as INT8 under a power of two for 16, the *step*, or as bf16. Rounding and the rules for
+             zeros, NaN and inf are those of `numinous_tooling.numerics`, `quantize_nvfp4` and `quantize_int8`. Steps lie in the sign
+             bits of the scales (`formats.join_steps`), which no decoder takes for the scale's.
+*Decode*     `RowFormat.unpack` without a global scale: E2M1 × E4M3 has at most six significant bits and a rope value seven, so bf16
+             holds both exactly.
 *Global*     one power of two over a layer, `encode(…, global_scale=g)`: rows then hold latent / g, and whoever decodes them
              multiplies the softmax scale and the output by g (rope in the rows is not scaled: multiply the latent part of q).
              Kernels never see it on the way out. A power of two moves the range of the block scales and changes no rounding.
@@ -80,7 +82,7 @@ def requantize_fp8(rows: torch.Tensor) -> torch.Tensor:
     row = four_bit_format(rows.shape[-1])
     target = stock_fp8_of(row)
     latent, rope = row.unpack(rows, dtype=torch.float32)
-    scales = decode_codes(row.split(rows)["scales"]).abs().nan_to_num(nan=0.0)
+    scales = decode_codes(row.split(rows)["scales"] & 0x7F).nan_to_num(nan=0.0)
     largest = scales.unflatten(-1, (-1, FP8_GROUP // row.group)).amax(-1).clamp(min=2.0**-6)
     shared = decode_ue8m0(ue8m0_scale_ceil(6.0 * largest, element_max=448.0))
     out = torch.empty((*rows.shape[:-1], target.width), dtype=torch.uint8, device=rows.device)
@@ -138,6 +140,56 @@ def e4m3_value(codes):
     bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def scale_value(codes):
+    """fp32 of the codes of block scales in uint32, NaN among them: `e4m3_value` of what is not the sign bit."""
+    magnitude = codes & 0x7F
+    value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(magnitude == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def step_codes(amax_bits):
+    """Step codes in uint32 of rope groups from the bits of amax in uint32, that of a bf16 number."""
+    # The exponent field of amax, and one more where the mantissa is all ones: 127 steps are 1.984375 × 2^6.
+    field = (amax_bits + 0x10000) >> 23
+    codes = tl.minimum(tl.maximum(field, 13) - 13, 126)
+    return tl.where(amax_bits > 0x7F800000, 127, codes)
+
+
+@triton.jit
+def step_value(codes):
+    """fp32 of step codes in uint32: 2^(code - 120), 127 is infinite."""
+    return tl.where(codes == 127, 0x7F800000, (codes + 7) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def step_of_scales(low, high):
+    """Step codes in uint32 of rope groups from the codes of their scales: words of the first four and of the others."""
+    # Of four sign bits times the sum of 2^0, 2^7, 2^14 and 2^21 the upper four bits are those bits in order, and nothing carries.
+    first = ((low & 0x80808080) * 0x00204081) >> 28
+    return first | ((((high & 0x00808080) * 0x00204081) >> 24) & 0x70)
+
+
+@triton.jit
+def int8_codes(bits, steps):
+    """INT8 codes in uint32 of the bits of bf16 numbers, as those of fp32 in uint32, under step codes."""
+    size = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    inverse = ((247 - steps) << 23).to(tl.float32, bitcast=True)
+    # 2^23, whose ulp is 1: the sum rounds to a whole number, which stands in its lower bits.
+    count = tl.minimum(size * inverse, 127.0) + 8388608.0
+    codes = (count.to(tl.uint32, bitcast=True) & 0x7F) | ((bits >> 24) & 0x80)
+    return tl.where(steps == 127, 0, codes)
+
+
+@triton.jit
+def int8_value(codes, step):
+    """fp32 of INT8 codes in uint32 times `step`; upper bits are ignored."""
+    count = ((codes & 0x7F) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    bits = (count * step).to(tl.uint32, bitcast=True) | ((codes & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -268,23 +320,6 @@ def _e2m1(x, factor):
 
 
 @triton.jit
-def pack_e4m3x2(low, high, NATIVE: tl.constexpr):
-    """Two E4M3 codes in uint16 of two fp32 blocks, saturating at 448; a NaN gives 0x7f."""
-    if NATIVE > 0:
-        return tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
-            "=h,f,f",
-            [low, high],
-            dtype=tl.uint16,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        first = encode_e4m3fn(low).to(tl.uint16)
-        return first | (encode_e4m3fn(high).to(tl.uint16) << 8)
-
-
-@triton.jit
 def requantize_block(codes, scale, NATIVE: tl.constexpr):
     """E4M3 codes of E2M1 × `scale`, the first and the second eight of a block in uint64, of 16 codes in uint64.
 
@@ -338,8 +373,9 @@ def _requantize_word(codes, scale):
 
 @triton.jit
 def _four_e4m3(a, b, c, d):
-    low = pack_e4m3x2(a, b, 0).to(tl.uint32)
-    return low | (pack_e4m3x2(c, d, 0).to(tl.uint32) << 16)
+    low = encode_e4m3fn(a).to(tl.uint32) | (encode_e4m3fn(b).to(tl.uint32) << 8)
+    high = encode_e4m3fn(c).to(tl.uint32) | (encode_e4m3fn(d).to(tl.uint32) << 8)
+    return low | (high << 16)
 
 
 @triton.jit

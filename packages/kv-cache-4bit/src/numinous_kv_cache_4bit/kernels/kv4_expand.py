@@ -13,7 +13,7 @@
 *Bytes*     a live row: 352 + id (4) read, 1152 written: 1508. 131,072 rows: 198 MB, 47 µs at 4.25 TB/s (*reported* best copy of an H200). What is
             left of a read that stock's kernel does anyway (1152 a row) makes a layer 2660 bytes a row instead of 1152 of a bf16 pool.
 *Tiles*     8 rows at a time on 128 threads, as `kv4_gather` does to bf16, whose device functions convert.
-*Numerics*  bit for bit `reference`: decoding is exact in bf16, E4M3 rope too.
+*Numerics*  bit for bit `reference`: decoding is exact in bf16, INT8 rope too.
 *Arch*      see catalog.py.
 """
 
@@ -115,7 +115,7 @@ def _kv4_expand_kernel(
     UNIT: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    ROPE: tl.constexpr,  # 0 none, 1 E4M3, 2 bf16
+    ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
 ):
     lane = tl.arange(0, BATCH)
     _, rows = _length(requests_ptr, lengths_ptr, lane, lane < batch, extra, table_rows, columns)

@@ -14,10 +14,10 @@
 *Tiles*     a thread writes 16 bytes at a time: to FP8 it has a block of 16 values (8 bytes of codes), 4 rows on 128 threads, twice; to
             bf16 half a block, 2 rows, four times. So codes, scales and output lie in one layout, and nothing is exchanged but the
             maximum of 8 scale codes, by shuffles. For FP8 the eight products of a block's scale are converted once and looked up by
-            nibbles (`codec.requantize_block`); bf16 goes through fp16 (`codec.unpack_e2m1`). Machine code for sm90: 290 and 420
-            instructions a program of 8 rows, 8.1 and 11.7 a value, of 12 and 18 that fit into the time of the bytes.
+            nibbles (`codec.requantize_block`); bf16 goes through fp16 (`codec.unpack_e2m1`). Machine code for sm90: 294 and 421
+            instructions a program of 8 rows, 8.2 and 11.7 a value, of 12 and 18 that fit into the time of the bytes.
 *Time*      *derived*, one H200: 131,072 rows 37 µs to FP8, 52 µs to bf16 (85, 90 % of the roof); 2048 rows 3 µs.
-*Numerics*  bit for bit `reference`: "bf16" is exact, "fp8" rounds once as `codec` says; E4M3 rope is exact in bf16.
+*Numerics*  bit for bit `reference`: "bf16" is exact, "fp8" rounds once as `codec` says; INT8 rope is exact in bf16.
 *Arch*      see catalog.py.
 """
 
@@ -31,13 +31,16 @@ import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import (
     bf16_pair,
-    e4m3_value,
     four_bit_format,
+    int8_value,
     native,
     quad,
     quads,
     requantize_block,
     requantize_fp8,
+    scale_value,
+    step_of_scales,
+    step_value,
     stock_fp8_of,
     unpack_e2m1,
     words,
@@ -102,7 +105,7 @@ def _to_fp8(row, to, valid, live, ROWS: tl.constexpr, NATIVE: tl.constexpr):
     mask, keep = valid[None, :], live[None, :]
     codes = tl.load(quads(row)[None, :] + block, mask=mask, other=0)  # [32, ROWS]
     scale_codes = tl.load(row[None, :] + 256 + block, mask=mask, other=0).to(tl.uint32)
-    # The largest scale of a group of 128, NaN and sign aside: ordered as its code.
+    # The largest scale of a group of 128, NaN aside: ordered as its code.
     size = (scale_codes & 0x7F).to(tl.int32)
     size = tl.reshape(tl.where(size == 0x7F, 0, size), [4, 8, ROWS])
     largest = tl.maximum(tl.max(size, axis=1, keep_dims=True), 8)  # from 2^-6
@@ -113,7 +116,7 @@ def _to_fp8(row, to, valid, live, ROWS: tl.constexpr, NATIVE: tl.constexpr):
     scales_at = (to + 512).to(tl.pointer_type(tl.float32))[None, :] + block // 8
     tl.store(scales_at, shared, mask=keep & (block % 8 == 0))
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    low, high = requantize_block(codes, e4m3_value(scale_codes) * inverse, NATIVE)
+    low, high = requantize_block(codes, scale_value(scale_codes) * inverse, NATIVE)
     both = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [64, ROWS])
     tl.store(quads(to)[None, :] + tl.arange(0, 64)[:, None], both, mask=keep)
 
@@ -125,7 +128,7 @@ def latent_to_bf16(row, to, valid, live, ROWS: tl.constexpr):
     mask, keep = valid[None, :], live[None, :]
     codes = tl.load(words(row)[None, :] + word, mask=mask, other=0)  # [64, ROWS]
     scale = tl.load(row[None, :] + 256 + word // 2, mask=mask, other=0).to(tl.uint32)
-    scale = e4m3_value(scale) * 16384.0  # 2^14, the unit of `unpack_e2m1`
+    scale = scale_value(scale) * 16384.0  # 2^14, the unit of `unpack_e2m1`
     v0, v4 = unpack_e2m1(codes, 0)
     v1, v5 = unpack_e2m1(codes, 1)
     v2, v6 = unpack_e2m1(codes, 2)
@@ -138,13 +141,15 @@ def latent_to_bf16(row, to, valid, live, ROWS: tl.constexpr):
 
 @triton.jit
 def convert_rope(row, to, valid, live, ROPE: tl.constexpr):
-    """Rope part of rows, from where it begins in either."""
+    """Rope part of rows, from where it begins in either; its steps are in the 32 bytes before."""
     column = tl.arange(0, 16)[:, None]
     mask, keep = valid[None, :], live[None, :]
     if ROPE == 1:
         four = tl.load(words(row)[None, :] + column, mask=mask, other=0)
-        low = bf16_pair(e4m3_value(four & 0xFF), e4m3_value((four >> 8) & 0xFF))
-        high = bf16_pair(e4m3_value((four >> 16) & 0xFF), e4m3_value(four >> 24))
+        scales = tl.load(quads(row - 32)[None, :] + column // 4, mask=mask, other=0)
+        step = step_value(step_of_scales(scales.to(tl.uint32), (scales >> 32).to(tl.uint32)))
+        low = bf16_pair(int8_value(four, step), int8_value(four >> 8, step))
+        high = bf16_pair(int8_value(four >> 16, step), int8_value(four >> 24, step))
         tl.store(quads(to)[None, :] + column, quad(low, high), mask=keep)
     else:
         four = tl.load(quads(row)[None, :] + column, mask=mask, other=0)
@@ -174,7 +179,7 @@ def _kv4_gather_kernel(
     slots,
     ROWS: tl.constexpr,  # at a time
     TURNS: tl.constexpr,
-    ROPE: tl.constexpr,  # 0 none, 1 E4M3, 2 bf16
+    ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
     FP8: tl.constexpr,
     POSITIONS: tl.constexpr,
     COUNTED: tl.constexpr,

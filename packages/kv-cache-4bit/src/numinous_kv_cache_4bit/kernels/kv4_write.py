@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised write of MLA KV rows: latent and rope of new tokens to packed 4-bit rows of the pool, at the slots given.
 
-*What*      pool[loc[t]] = encode(latent[t], rope[t]), see `codec`: E2M1 latent, an E4M3 scale for 16 values, rope as E4M3 or bf16.
+*What*      pool[loc[t]] = encode(latent[t], rope[t]), see `codec`: E2M1 latent, an E4M3 scale for 16 values, rope as INT8 or bf16.
 *Shapes*    latent [T, 512] bf16, rope [T, 64] bf16 or none, loc [T] int32 or int64, pool [slots, 352, 416 or 288] uint8; a
             dimension of 1 in the middle is taken too.
 *Layout*    `numinous_tooling.formats`: the pool's width chooses it.
@@ -14,14 +14,15 @@
             132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values: bound by memory below that.
 *Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id and of values do not wait for each
             other, one latency. Above, 8 rows on 4 warps: a thread has 32 neighbouring values, so two whole blocks: no exchange
-            between threads at all, 16 bytes a store, four 16-byte loads under way. The machine code for sm90 has 417
-            instructions, 11.6 a value (sm100: 348, 9.7), for one row 193, 21 a value.
-*Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 200 instructions, 2.5 µs; T = 4096: 1.5 µs of
-            bytes and 1 µs of instructions on top, 3.6 µs; T = 65,536: 15 µs of instructions under 23.3 of bytes, 27 µs (86 % of the
-            roof).
+            between threads but by shuffles, for the rope's steps; 16 bytes a store, four 16-byte loads under way. The machine code for
+            sm90 has 464 instructions, 12.9 a value (sm100: 391, 10.9), for one row 249, 27 a value: there the two warps exchange the
+            steps through shared memory.
+*Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
+            bytes and 1.1 µs of instructions on top, 3.7 µs; T = 65,536: 17 µs of instructions under 23.3 of bytes, 27 µs (86 % of
+            the roof).
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
             saturates and leaves its neighbours finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0
-            keeps its sign; a NaN in rope is 0x7f.
+            keeps its sign. Rope: a NaN makes its 16 values NaN, beyond 8128 and inf saturate, `numerics.quantize_int8` has the rest.
 *Arch*      see catalog.py. On sm90 E2M1 is rounded in packed fp16 arithmetic, on sm100 and later by `cvt.rn.satfinite.e2m1x2.f32`;
             gfx950 and the interpreter do the former one number at a time.
 """
@@ -39,10 +40,11 @@ from numinous_kv_cache_4bit.kernels.codec import (
     block_scale,
     check_global_scale,
     four_bit_format,
+    int8_codes,
     native,
     pack_e2m1,
-    pack_e4m3x2,
     search_scale,
+    step_codes,
     words,
 )
 from numinous_tooling.formats import LATENT_DIM, RowFormat
@@ -52,8 +54,8 @@ __all__ = ["ScaleChoice", "kv4_write", "reference", "traffic"]
 
 ScaleChoice = Literal["amax", "mse"]
 
-ROPE_NONE, ROPE_E4M3, ROPE_BF16 = 0, 1, 2
-ROPE_MODES = {288: ROPE_NONE, 352: ROPE_E4M3, 416: ROPE_BF16}
+ROPE_NONE, ROPE_INT8, ROPE_BF16 = 0, 1, 2
+ROPE_MODES = {288: ROPE_NONE, 352: ROPE_INT8, 416: ROPE_BF16}
 FEW_TOKENS = 128
 """Up to here a program writes one row."""
 MANY_ROWS = 8
@@ -108,7 +110,7 @@ def _kv4_write_kernel(
     slots,
     inverse_global,
     ROWS: tl.constexpr,  # of a program
-    ROPE: tl.constexpr,  # 0 none, 1 E4M3, 2 bf16
+    ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -138,7 +140,6 @@ def _kv4_write_kernel(
         NATIVE,
     )
     tl.store(row[:, None] + word, tl.reshape(packed, [ROWS, 256]), mask=keep[:, None])
-    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
     if ROPE > 0:
         column = tl.arange(0, 32)[None, :]
@@ -146,12 +147,19 @@ def _kv4_write_kernel(
         pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
         to = row + 288
         if ROPE == 1:
-            even = (pair << 16).to(tl.float32, bitcast=True)
-            odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+            pair = tl.reshape(pair, [ROWS, 4, 8])  # groups of 16 values
+            low, high = pair << 16, pair & 0xFFFF0000
+            size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
+            steps = step_codes(tl.max(size, axis=2).to(tl.uint32))[:, :, None]  # [ROWS, 4, 1]
+            two = int8_codes(low, steps) | (int8_codes(high, steps) << 8)
             to = to.to(tl.pointer_type(tl.uint16))
-            tl.store(to[:, None] + column, pack_e4m3x2(even, odd, NATIVE), mask=keep[:, None])
+            two = tl.reshape(two, [ROWS, 32]).to(tl.uint16)
+            tl.store(to[:, None] + column, two, mask=keep[:, None])
+            signs = ((steps >> tl.arange(0, 8)[None, None, :]) << 7).to(tl.uint8) & 0x80
+            codes |= tl.reshape(signs, [ROWS, 32])
         else:
             tl.store(words(to)[:, None] + column, pair, mask=keep[:, None])
+    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

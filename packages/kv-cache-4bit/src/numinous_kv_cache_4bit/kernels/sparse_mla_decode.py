@@ -14,7 +14,7 @@
 *Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2.
 *Bytes*     a query reads k × width, and its q and out; FLOPs 2 · heads · k · (512 + rope + 512). At k 2048 and 4.25 TB/s a query's rows take
             0.17 µs (352) or 0.32 µs (656); its FLOPs at 790 TFLOP/s take 0.36 µs with 64 heads, 0.09 with 16.
-*Numerics*  scores in fp32 of bf16 products. E2M1 × E4M3 is exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
+*Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
             bf16, their sum is not. Splits are joined in order: the same bits every time for the same number of splits.
 *Versions*  "cuda" for sm90a (WGMMA), sm120a (mma.sync, ≤ 99 KB of shared memory) and, where it is asked for, sm100 and sm103 (tcgen05),
             all in csrc/sparse_mla_decode; "triton" everywhere; docs/deep-dives/sparse-mla-decode.md.
@@ -31,7 +31,13 @@ import torch
 import triton
 import triton.language as tl
 
-from numinous_kv_cache_4bit.kernels.codec import check_global_scale, e4m3_value
+from numinous_kv_cache_4bit.kernels.codec import (
+    check_global_scale,
+    e4m3_value,
+    int8_value,
+    scale_value,
+    step_value,
+)
 from numinous_tooling import launch
 from numinous_tooling.device.convert import decode_bf16, encode_bf16
 from numinous_tooling.formats import (
@@ -199,7 +205,7 @@ def _half(row, valid, WIDTH: tl.constexpr, SECOND: tl.constexpr):
         bits = ((codes & 7) << 9) | ((codes & 8) << 12)
         value = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
         scale = tl.load(row[:, None] + 256 + tl.arange(0, 32)[None, :], mask=mask, other=0)
-        scale = e4m3_value(scale.to(tl.uint32)) * 16384.0  # 2^14: codes are fp16 in that unit
+        scale = scale_value(scale.to(tl.uint32)) * 16384.0  # 2^14: codes are fp16 in that unit
         wide = tl.broadcast_to(scale[:, :, None], [scale.shape[0], 32, 8])
     else:
         start = 256 if SECOND else 0
@@ -217,7 +223,15 @@ def _rope(row, valid, WIDTH: tl.constexpr):
     column = tl.arange(0, 64)[None, :]
     mask = valid[:, None]
     if WIDTH == 352:
-        return e4m3_value(tl.load(row[:, None] + 288 + column, mask=mask, other=0).to(tl.uint32))
+        ROWS: tl.constexpr = row.shape[0]
+        # Byte loads: rows lie anywhere.
+        place = tl.arange(0, 32)[None, :]
+        scales = tl.load(row[:, None] + 256 + place, mask=mask, other=0).to(tl.uint32)
+        bits = tl.where(place % 8 < 7, (scales >> 7) << (place % 8), 0)
+        step = step_value(tl.sum(tl.reshape(bits, [ROWS, 4, 8]), axis=2))
+        codes = tl.load(row[:, None] + 288 + column, mask=mask, other=0).to(tl.uint32)
+        step = tl.broadcast_to(step[:, :, None], [ROWS, 4, 16])
+        return int8_value(codes, tl.reshape(step, [ROWS, 64]))
     else:
         bits = (row + 528).to(tl.pointer_type(tl.uint16))
         return decode_bf16(tl.load(bits[:, None] + column, mask=mask, other=0))

@@ -149,7 +149,7 @@ def _compare_oracle(case: Case, got: Tensors, exact: Tensors) -> None:
     rows, latent = pool[loc[keep].long()], latent[keep].unflatten(-1, (-1, 16))
     row = four_bit_format(case.width)
     fields = row.split(rows)
-    scale = fields["scales"].view(torch.float8_e4m3fn).double().unsqueeze(-1) * case.scale
+    scale = (fields["scales"] & 0x7F).view(torch.float8_e4m3fn).double().unsqueeze(-1) * case.scale
     decoded = row.unpack(rows, dtype=torch.float32)[0].double().unflatten(-1, (-1, 16))
     error = (decoded * case.scale - latent).abs()
     size = latent.abs()

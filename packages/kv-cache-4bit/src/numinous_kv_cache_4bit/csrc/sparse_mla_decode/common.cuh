@@ -123,8 +123,8 @@ __device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row
       // Chunk c has blocks 2c and 2c + 1; c = quarter + 4k, so that their scales are half a word of 8k + 2 × quarter … bytes.
       const uint32_t four = quarter & 2 ? word(raw.scales[k / 2], k % 2 * 2 + 1) : word(raw.scales[k / 2], k % 2 * 2);
       const float2 scale = e4m3_values(quarter & 1 ? four >> 16 : four);
-      const uint32_t scales[2] = {bf16_pair(scale.x * kScaleUnit, scale.x * kScaleUnit),
-                                  bf16_pair(scale.y * kScaleUnit, scale.y * kScaleUnit)};
+      const float size[2] = {fabsf(scale.x) * kScaleUnit, fabsf(scale.y) * kScaleUnit};  // the sign is not the scale's
+      const uint32_t scales[2] = {bf16_pair(size[0], size[0]), bf16_pair(size[1], size[1])};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint32_t codes = word(raw.codes[k], j), by = scales[j / 2];
@@ -134,12 +134,17 @@ __device__ __forceinline__ void decode(const Raw<R>& raw, uint32_t tile, int row
       }
     }
     if constexpr (R::kRope) {
+      // A quarter of the rope part is a group, and has eight scales side by side.
+      const uint4 four = quarter & 2 ? raw.scales[1] : raw.scales[0];
+      const uint32_t step = quarter & 1 ? step_pair(four.z, four.w) : step_pair(four.x, four.y);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint4 v;
-        four_e4m3(word(raw.rope[0], 2 * half), kHeld, v.x, v.y);
-        four_e4m3(word(raw.rope[0], 2 * half + 1), kHeld, v.z, v.w);
-        store_shared(tile + swizzled(kTile, row, kLatent + 16 * quarter + 8 * half), v);
+        const uint32_t one = word(raw.rope[0], 2 * half), two = word(raw.rope[0], 2 * half + 1);
+        store_shared(tile + swizzled(kTile, row, kLatent + 16 * quarter + 8 * half),
+                     uint4{multiply_bf16_pairs(int8_pair(permute_bytes(one, 0x9180)), step),
+                           multiply_bf16_pairs(int8_pair(permute_bytes(one, 0xb3a2)), step),
+                           multiply_bf16_pairs(int8_pair(permute_bytes(two, 0x9180)), step),
+                           multiply_bf16_pairs(int8_pair(permute_bytes(two, 0xb3a2)), step)});
       }
     }
   } else {

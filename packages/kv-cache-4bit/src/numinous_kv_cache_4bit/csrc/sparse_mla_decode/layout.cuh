@@ -23,7 +23,7 @@ constexpr int kThreadsOfRow = 4;                            // producers that sh
 constexpr int kRowsOfPass = 128 / kThreadsOfRow;            // rows that a producer warpgroup has in hand at a time
 constexpr int kTilePanelBytes = kTile * 2 * kPanelDims;     // 8192
 
-// Rows by their width in bytes. E2M1 values are held as value × 2^-12, see decode_e2m1.
+// Rows by their width in bytes. What tiles hold of 4-bit rows: see *Numbers*.
 template <int kWidth>
 struct Row {
   static_assert(kWidth == 352 || kWidth == 288 || kWidth == 656 || kWidth == 528, "no such row");
@@ -137,8 +137,18 @@ NUMINOUS_HD uint32_t e2m1_pair(uint32_t word, int i) {
   return (magnitude & 0x01c001c0u) | ((word << (12 - 4 * i)) & 0x80008000u);
 }
 
-constexpr int kHeldExponent = -12;  // tiles hold E2M1 rows times 2^-12: scale × 2^126 alone would overflow bf16
+// Step of a rope group as a pair of bf16 in units of 2^-121, from its eight block scales: sign bits 0 … 6 become bits 7 … 13, all of the
+// exponent but its highest, which is set. Four sign bits times the sum of 2^0, 2^7, 2^14 and 2^21 stand in order in the upper four.
+NUMINOUS_HD uint32_t step_pair(uint32_t first_four, uint32_t last_four) {
+  const uint32_t low = (first_four & 0x80808080u) * 0x00204081u, high = (last_four & 0x80808080u) * 0x00204081u;
+  return ((low >> 21 & 0x0780u) | (high >> 17 & 0x3800u) | 0x4000u) * 0x00010001u;
+}
+
+// INT8 codes whose bytes have been spread to halves with their signs above them: a pair of bf16 in units of 2^133. Seven bits of magnitude
+// are the mantissa of a subnormal.
+NUMINOUS_HD uint32_t int8_pair(uint32_t spread) { return spread & 0x807f807fu; }
+
+// Tiles hold 4-bit rows times 2^-12: a block scale × 2^126 alone would overflow bf16. For the rope part 133 - 121 is 12 already.
 constexpr float kScaleUnit = 0x1p114f;  // 126 - 12
-constexpr float kHeld = 0x1p-12f;
 
 }  // namespace numinous

@@ -155,6 +155,12 @@ __device__ __forceinline__ uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) 
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
+// Bytes of a word by the nibbles of `selector`: its lower three bits name one, the fourth takes that byte's sign eight times.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t word, uint32_t selector) {
+  uint32_t v;
+  asm("prmt.b32 %0, %1, %1, %2;" : "=r"(v) : "r"(word), "r"(selector));
+  return v;
+}
 // fp32 of the two E4M3 codes in the low half of `codes`.
 __device__ __forceinline__ float2 e4m3_values(uint32_t codes) {
   float2 v;
