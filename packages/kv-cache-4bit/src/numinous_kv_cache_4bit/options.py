@@ -24,3 +24,7 @@ DENSE_ARCHITECTURES = (
 )
 DENSE_BACKENDS = ("fa3", "flashmla", "flashinfer", "triton")
 """Attention backends that read a bf16 cache of these models on Hopper; stock's choice is the first."""
+
+NVFP4_TRITON = "kv4.nvfp4_triton"
+CPU_PLATFORM = "numinous-cpu"
+"""Value of `SGLANG_PLATFORM` with which the engine serves on a CPU."""
