@@ -16,7 +16,9 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
 from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
-from numinous_tooling.numerics import NVFP4_BLOCK, dequantize_nvfp4, quantize_nvfp4
+from numinous_kv_cache_4bit.kernels import nvfp4_write
+from numinous_kv_cache_4bit.options import NVFP4_TRITON
+from numinous_tooling.numerics import NVFP4_BLOCK, dequantize_nvfp4
 
 HostCopy = list[list[list[torch.Tensor]]]
 
@@ -93,7 +95,7 @@ class Nvfp4Pool(MHATokenToKVPool):
         layer_id_override: int | None = None,
         dcp_kv_mask: torch.Tensor | None = None,
     ) -> None:
-        """Quantise from bf16 and write; ids that are none of the pool's are skipped.
+        """Quantise from bf16 and write; slot 0, which takes padding, and ids that are none of the pool's are skipped.
 
         Args:
             loc_info: int32 or int64 [T], alone or with what the engine wraps it in.
@@ -101,9 +103,7 @@ class Nvfp4Pool(MHATokenToKVPool):
             k_scale, v_scale: None; a checkpoint with scales does not come here.
         """
         if dcp_kv_mask is not None or k_scale is not None or v_scale is not None:
-            raise RuntimeError(
-                f"{feature.NVFP4_TRITON}: scales of a checkpoint and dcp are not covered"
-            )
+            raise RuntimeError(f"{NVFP4_TRITON}: scales of a checkpoint and dcp are not covered")
         loc, _, _ = unwrap_write_loc(loc_info)
         self._in_shadow = False
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
@@ -111,7 +111,7 @@ class Nvfp4Pool(MHATokenToKVPool):
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **named: Any) -> None:
         raise RuntimeError(
-            f"{feature.NVFP4_TRITON}: commits of a draft's block are not covered (DFLASH, DSpark)"
+            f"{NVFP4_TRITON}: commits of a draft's block are not covered (DFLASH, DSpark)"
         )
 
     # --- Read ---
@@ -137,7 +137,7 @@ class Nvfp4Pool(MHATokenToKVPool):
             slots: int32 or int64 [n], all within the pool.
         """
         if self._batch is None:
-            raise RuntimeError(f"{feature.NVFP4_TRITON}: a read outside of attention")
+            raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
         feature.count.engaged()
         if not len(slots):
             slots = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -149,7 +149,7 @@ class Nvfp4Pool(MHATokenToKVPool):
         attended, table, batch = self._batch
         if attended != layer_id:
             raise RuntimeError(
-                f"{feature.NVFP4_TRITON}: layer {attended} reads the cache of layer {layer_id}"
+                f"{NVFP4_TRITON}: layer {attended} reads the cache of layer {layer_id}"
             )
         if not self._in_shadow:
             lengths = batch.seq_lens.tolist()
@@ -193,18 +193,16 @@ class Nvfp4Pool(MHATokenToKVPool):
                     buffer[chunk] = copy.to(buffer.device)
 
     def get_contiguous_buf_infos(self) -> Any:
-        raise RuntimeError(f"{feature.NVFP4_TRITON}: disaggregation is not covered")
+        raise RuntimeError(f"{NVFP4_TRITON}: disaggregation is not covered")
 
 
 def write(
     buffers: tuple[torch.Tensor, ...], loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> None:
     """Quantise new tokens and write them at their slots; see `Nvfp4Pool.set_kv_buffer`."""
-    inside = (loc >= 0) & (loc < len(buffers[0]))
-    slots = loc[inside].long()
-    for new, data, scales in ((k, buffers[0], buffers[2]), (v, buffers[1], buffers[3])):
-        new = new[: len(loc)].view(-1, *data.shape[1:2], data.shape[2] * 2)[inside]
-        data[slots], scales[slots] = quantize_nvfp4(new.to(torch.bfloat16))
+    heads = buffers[0].shape[1]
+    new = [x[: len(loc)].view(len(loc), heads, -1).to(torch.bfloat16) for x in (k, v)]
+    nvfp4_write.reference(*new, loc, *buffers)
 
 
 def read(

@@ -3,6 +3,9 @@
 
 **Rows of distributions.** The distance of arm B is the mean over positions of KL(A || B), in nats. The floor is the
 same figure for A against A measured again, with other batches. The limit is the margin times max(floor, `MIN_FLOOR`).
+A *yardstick* (`Rule.yardstick`) takes the floor's place where a change is known to cost something: it is the distance of A
+from a cache that people serve with, FP8 say. Its figure is an interval too, so PASS is decided by its lower bound and FAIL by
+its upper estimate.
 PASS: the upper end of the interval of B's upper estimate is within the limit. FAIL: the lower end of the interval of
 its lower bound is beyond. INCONCLUSIVE: neither, or too few sequences for an interval. p99, largest value, flips of the
 most likely token and the loss on the text are reported beside it and decide nothing: on a given text they follow from
@@ -50,12 +53,17 @@ DEFAULT_EXACT_TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides: the margin over the floor, the loss of exact match to be seen, and whether bits must agree."""
+    """What decides: the margin over the floor, the loss of exact match to be seen, and whether bits must agree.
+
+    Args:
+        yardstick: the floor is another arm's distance from A.
+    """
 
     margin: float = DEFAULT_MARGIN
     exact_tolerance: float = DEFAULT_EXACT_TOLERANCE
     bit_exact: bool = False
     seed: int = 0
+    yardstick: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,24 +128,32 @@ def judge(
             continue
         positions[row] = distance, floor
         summaries = summarise(distance, rule.seed), summarise(floor, rule.seed)
-        rows.append(judge_distance(row, label, *summaries, rule.margin))
+        rows.append(judge_distance(row, label, *summaries, rule.margin, yardstick=rule.yardstick))
         if row == "gold":
             rows.append(judge_loss(summaries[0].nll_delta, summaries[1].nll_delta, rule.margin))
     if base.right and test.right and not rule.bit_exact:
         outcome = gsm8k.exact_match(base.right, test.right)
         floor_match = gsm8k.exact_match(base.right, again.right)
         rows.append(judge_exact_match(outcome, floor_match, rule.exact_tolerance))
-    word, reasons = _overall(rows, [*failures], [*doubts, *_cache_doubts(base, again, test)])
+    cache = _cache_doubts("C" if rule.yardstick else "A again", base, again, test)
+    word, reasons = _overall(rows, [*failures], [*doubts, *cache])
     return Verdict(word, reasons, tuple(rows), positions)
 
 
 def judge_distance(
-    row: str, label: str, distance: Summary, floor: Summary, margin: float
+    row: str,
+    label: str,
+    distance: Summary,
+    floor: Summary,
+    margin: float,
+    *,
+    yardstick: bool = False,
 ) -> RowVerdict:
-    """Judge a row of distributions by its mean divergence."""
-    limit = margin * max(floor.kl_high.value, MIN_FLOOR)
+    """Judge a row of distributions by its mean divergence; `yardstick`: see `Rule`."""
+    most = margin * max(floor.kl_high.value, MIN_FLOOR)
+    limit = margin * max(floor.kl_low.value, MIN_FLOOR) if yardstick else most
     low, high = distance.kl_low.low, distance.kl_high.high
-    word, reason = _word(low, high, limit, "distance")
+    word, reason = _word(low, high, limit, "distance", most)
     return RowVerdict(
         row,
         label,
@@ -203,13 +219,18 @@ def judge_exact_match(
     )
 
 
-def _word(low: float | None, high: float | None, limit: float, what: str) -> tuple[Word, str]:
+def _word(
+    low: float | None, high: float | None, limit: float, what: str, most: float | None = None
+) -> tuple[Word, str]:
+    """The word of an interval: PASS within `limit`, FAIL beyond `most` (None: the same)."""
     if low is None or high is None:
         return "INCONCLUSIVE", f"fewer than {MIN_SEQUENCES} sequences"
     if high <= limit:
         return "PASS", f"{what} within the limit"
-    if low > limit:
+    if low > (limit if most is None else most):
         return "FAIL", f"{what} beyond the limit"
+    if most not in (None, limit):
+        return "INCONCLUSIVE", "bounds hold the limit; more sequences or a larger --top-k decide"
     return "INCONCLUSIVE", "the interval holds the limit; more sequences decide"
 
 
@@ -233,9 +254,9 @@ def _judge_bits(
     return RowVerdict(row, label, word, reason, "bits")
 
 
-def _cache_doubts(*measurements: Measurement) -> list[str]:
+def _cache_doubts(second: str, *measurements: Measurement) -> list[str]:
     doubts = []
-    for name, measured in zip(("A", "A again", "B"), measurements, strict=True):
+    for name, measured in zip(("A", second, "B"), measurements, strict=True):
         cached = {
             row: sum(scores.cached for scores in measured.rows.get(row, ()))
             for row in ("cold", "chunked")
