@@ -7,6 +7,10 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from numinous_tooling.testing.engine import serve, tiny_model
+
+__all__ = ["engine", "hopper", "reference_kernels", "serve", "tiny_model"]
+
 _spec = importlib.util.spec_from_file_location(
     "kv4_harness", Path(__file__).with_name("harness.py")
 )
