@@ -48,4 +48,12 @@ KERNELS = (
         arch=COMPILED,
         peers=("flashmla-fp8", "gather-flashmla"),
     ),
+    Kernel(
+        op="nvfp4_write",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.nvfp4_write:OP",
+        sentence="Quantises K and V of new tokens to NVFP4 with per-layer global scales and writes them at their slots, in one launch.",
+        arch=COMPILED,
+        peers=("sglang-fp8", "sglang-bf16", "sglang-nvfp4"),
+    ),
 )

@@ -20,6 +20,8 @@ import math
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.nvfp4_write import (
     BLOCK,
@@ -28,6 +30,7 @@ from numinous_kv_cache_4bit.kernels.nvfp4_write import (
     check_global,
     check_global_tensor,
 )
+from numinous_tooling.device.convert import decode_bf16, encode_bf16
 from numinous_tooling.numerics import dequantize_nvfp4
 from numinous_tooling.workbench import Tensors, Traffic
 
@@ -36,6 +39,8 @@ __all__ = ["DIMS", "Attended", "decode_attention_nvfp4", "reference", "traffic"]
 DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions."""
 MAX_SPLITS = 64
+PROGRAMS = 4
+"""For each multiprocessor, before lists are not split any further: derived, to be measured."""
 
 
 class Attended(NamedTuple):
@@ -113,6 +118,438 @@ def traffic(
     )
 
 
+# --- Triton ---------------------------------------------------------------------------------------------------------
+
+P_SCALE = tl.constexpr(32768.0)
+"""Probabilities relative to the largest are held in fp16 times this, so that what is flushed is below 2^-40."""
+HELD = tl.constexpr(6.103515625e-05)
+"""Tiles hold values times this, 2^-14, the unit in which an E2M1 code is an fp16 number: the smallest product is fp16's smallest."""
+LOG2E = tl.constexpr(1.4426950408889634)
+FIRST, SECOND = tl.constexpr(0x20), tl.constexpr(0x31)
+"""Bytes of two words of two E4M3 codes each: the first of both, the second of both."""
+
+
+@triton.jit
+def _plane(words, factor, COLUMN: tl.constexpr):
+    code = words >> (4 * COLUMN)
+    bits = ((code & 7) << 9) | ((code & 8) << 12)
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True) * factor
+
+
+@triton.jit
+def _planes(words, scales, second, NATIVE: tl.constexpr):
+    """Values 4w, 4w + 1, 4w + 2, 4w + 3 in fp16 times `HELD`.
+
+    `words` [rows, w] uint16 hold four codes each, `scales` the E4M3 codes of two blocks, `second` [1, w] is 1 where the word
+    belongs to the second of them. An E2M1 code is fp16 in units of 2^14 once its three low bits are bits 9 … 11 and its high
+    bit is bit 15, subnormals included. PTX has two words in a register: three and four instructions bring the codes of odd
+    and of even columns to the bytes they belong in, one more for each pair of codes leaves nothing else in a 16-bit number:
+    11 for 8 codes. Two make fp16 of two block scales, four multiply.
+    """
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, s, t; .reg .b16 l, h;
+            shr.u32 t, $4, 3; and.b32 s, $4, 0x80808080; lop3.b32 a, t, 0x0E0E0E0E, s, 0xEA;
+            shl.b32 t, $4, 1; shl.b32 s, $4, 4; and.b32 s, s, 0x80808080;
+            lop3.b32 b, t, 0x0E0E0E0E, s, 0xEA;
+            prmt.b32 s, $5, 0, $6; mov.b32 {l, h}, s; cvt.rn.f16x2.e4m3x2 s, l;
+            prmt.b32 t, b, 0, 0x2404; mul.rn.f16x2 $0, t, s;
+            prmt.b32 t, a, 0, 0x2404; mul.rn.f16x2 $1, t, s;
+            and.b32 b, b, 0xFF00FF00; mul.rn.f16x2 $2, b, s;
+            and.b32 a, a, 0xFF00FF00; mul.rn.f16x2 $3, a, s;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [words, scales, second],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        code = tl.where(second == SECOND, scales >> 8, scales & 0xFF)
+        factor = (((code & 0x7F) << 7) | ((code & 0x80) << 8)).to(tl.uint16)
+        factor = (
+            factor.to(tl.float16, bitcast=True) * 256.0
+        )  # E4M3's exponents in fp16 begin 2^8 lower
+        factor = tl.where((code & 0x7F) == 0x7F, float("nan"), factor).to(tl.float16)
+        return (
+            _plane(words, factor, 0),
+            _plane(words, factor, 1),
+            _plane(words, factor, 2),
+            _plane(words, factor, 3),
+        )
+
+
+@triton.jit
+def _tile(
+    rows_ptr,  # uint16, at the head
+    scales_ptr,  # uint16, at the head
+    slot,  # [ROWS] int64
+    valid,
+    slot_stride,
+    scales_stride,
+    second,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WORDS: tl.constexpr,  # DIM / 4 up to a power of two
+    NATIVE: tl.constexpr,
+):
+    word, pair = tl.arange(0, WORDS)[None, :], tl.arange(0, WORDS // 8)[None, :]
+    mask, pair_mask = valid[:, None], valid[:, None]
+    if 4 * WORDS > DIM:
+        mask, pair_mask = mask & (word < DIM // 4), pair_mask & (pair < DIM // 32)
+    words = tl.load(rows_ptr + (slot * slot_stride)[:, None] + word, mask=mask, other=0)
+    # 16-bit loads on both sides: an 8-bit one would make Triton order the products' operands for 8-bit values.
+    scales = tl.load(scales_ptr + (slot * scales_stride)[:, None] + pair, mask=pair_mask, other=0)
+    scales = tl.broadcast_to(scales[:, :, None], [ROWS, WORDS // 8, 8])
+    scales = tl.reshape(scales, [ROWS, WORDS])
+    return _planes(words, scales, second, NATIVE)
+
+
+@triton.jit
+def _second(some_ptr, never, WORDS: tl.constexpr):
+    """[1, WORDS] uint16: which of the two scales that are loaded together a word takes, as a selector of `prmt`.
+
+    A load that is masked out, for its default: Triton decodes tiles in the registers of the product, without a way through
+    shared memory, only if all that it decodes from are loads.
+    """
+    word = tl.arange(0, WORDS)[None, :]
+    selector = tl.where((word >> 2) % 2 == 1, SECOND, FIRST).to(tl.uint16)
+    return tl.load(some_ptr + word, mask=(word < WORDS) & never, other=selector)
+
+
+@triton.jit
+def _q_plane(q_row, mask, word, COLUMN: tl.constexpr):
+    bits = tl.load(q_row + 4 * word[None, :] + COLUMN, mask=mask, other=0.0)
+    return decode_bf16(bits.to(tl.uint16, bitcast=True))
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@triton.jit
+def _store_out(at, value, mask, PARTS: tl.constexpr, NATIVE: tl.constexpr):
+    if PARTS:
+        tl.store(at, value, mask=mask)
+    else:
+        tl.store(at, encode_bf16(value, NATIVE).to(tl.bfloat16, bitcast=True), mask=mask)
+
+
+@triton.jit(do_not_specialize=["slots", "splits", "window", "heads"])
+def _decode_kernel(
+    q_ptr,  # bf16 [B, heads, K_DIM]
+    k_ptr,  # uint16 [slots, kv heads, K_DIM / 4]
+    v_ptr,
+    k_scales_ptr,  # uint16 [slots, kv heads, K_DIM / 32]
+    v_scales_ptr,
+    indptr_ptr,
+    indices_ptr,
+    sink_ptr,  # [heads] fp32 or bf16
+    k_global_ptr,  # fp32; None where sm_scale has it
+    v_global_ptr,  # fp32; None where v_global is it
+    out_ptr,  # bf16 [B, heads, V_DIM], or parts [B, splits, heads, V_DIM] fp32
+    lse_ptr,  # fp32 [B, heads], or [B, splits, heads] to base 2
+    q_request_stride,
+    q_head_stride,
+    k_slot_stride,  # in words
+    k_head_stride,
+    v_slot_stride,
+    v_head_stride,
+    k_scales_slot_stride,
+    k_scales_head_stride,
+    v_scales_slot_stride,
+    v_scales_head_stride,
+    out_request_stride,
+    out_head_stride,
+    slots,
+    splits,
+    window,  # 0 for none
+    heads,
+    sm_scale,
+    logit_cap,
+    v_global,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_WORDS: tl.constexpr,
+    V_WORDS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a KV head
+    HEADS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # of a tile
+    CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    request = (tl.program_id(0) // splits).to(tl.int64)
+    split = tl.program_id(0) % splits
+    PROGRAMS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = (tl.program_id(1) // PROGRAMS).to(tl.int64)
+    member = (tl.program_id(1) % PROGRAMS) * HEADS + tl.arange(0, HEADS)
+    live = member < GROUP
+    head = kv_head * GROUP + member
+
+    first = tl.load(indptr_ptr + request).to(tl.int64)
+    length = (tl.load(indptr_ptr + request + 1).to(tl.int64) - first).to(tl.int32)
+    if window > 0:
+        first += tl.maximum(length - window, 0)
+        length = tl.minimum(length, window)
+    tiles = tl.cdiv(length, ROWS)
+    begin = (tiles.to(tl.int64) * split // splits).to(tl.int32) * ROWS
+    end = (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32) * ROWS
+
+    # q in fp16, the largest value of a head brought to 2^14 … 2^15: bf16's eight bits are kept down to 2^-30 of it.
+    k_word = tl.arange(0, K_WORDS)
+    q_row = q_ptr + request * q_request_stride + head[:, None] * q_head_stride
+    mask = live[:, None] & (k_word < K_DIM // 4)[None, :]
+    q0, q1 = _q_plane(q_row, mask, k_word, 0), _q_plane(q_row, mask, k_word, 1)
+    q2, q3 = _q_plane(q_row, mask, k_word, 2), _q_plane(q_row, mask, k_word, 3)
+    both = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
+    exponent = tl.max(both, axis=1).to(tl.uint32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 15), 254)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    q0, q1 = (q0 * up).to(tl.float16), (q1 * up).to(tl.float16)
+    q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
+    back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    scale = sm_scale * (1.0 if CAP else LOG2E) / HELD
+    if k_global_ptr is not None:
+        scale *= tl.load(k_global_ptr)
+    scale = (back * scale)[:, None]
+
+    k_ptr += kv_head * k_head_stride
+    v_ptr += kv_head * v_head_stride
+    k_scales_ptr += kv_head * k_scales_head_stride
+    v_scales_ptr += kv_head * v_scales_head_stride
+    k_second, v_second = (
+        _second(k_scales_ptr, splits < 1, K_WORDS),
+        _second(v_scales_ptr, splits < 1, V_WORDS),
+    )
+    most = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    o0, o1 = tl.zeros([HEADS, V_WORDS], tl.float32), tl.zeros([HEADS, V_WORDS], tl.float32)
+    o2, o3 = tl.zeros([HEADS, V_WORDS], tl.float32), tl.zeros([HEADS, V_WORDS], tl.float32)
+    for start in tl.range(begin, end, ROWS):
+        at = start + tl.arange(0, ROWS)
+        ids = tl.load(indices_ptr + first + at, mask=at < length, other=-1).to(tl.int64)
+        valid = (ids >= 0) & (ids < slots)
+        slot = tl.where(valid, ids, 0)
+        k0, k1, k2, k3 = _tile(
+            k_ptr, k_scales_ptr, slot, valid, k_slot_stride, k_scales_slot_stride, k_second,
+            ROWS, K_DIM, K_WORDS, NATIVE,
+        )  # fmt: skip
+        scores = tl.dot(q0, tl.trans(k0))
+        scores = tl.dot(q1, tl.trans(k1), scores)
+        scores = tl.dot(q2, tl.trans(k2), scores)
+        scores = tl.dot(q3, tl.trans(k3), scores) * scale
+        if CAP:
+            scores = (logit_cap * LOG2E) * _tanh(scores / logit_cap)
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        now = tl.maximum(most, tl.max(scores, axis=1))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        shrink = tl.exp2(most - base)
+        weights = tl.exp2(scores - base[:, None])
+        most = now
+        total = total * shrink + tl.sum(weights, axis=1)
+        weights = (weights * P_SCALE).to(tl.float16)
+        v0, v1, v2, v3 = _tile(
+            v_ptr, v_scales_ptr, slot, valid, v_slot_stride, v_scales_slot_stride, v_second,
+            ROWS, V_DIM, V_WORDS, NATIVE,
+        )  # fmt: skip
+        o0 = tl.dot(weights, v0, o0 * shrink[:, None])
+        o1 = tl.dot(weights, v1, o1 * shrink[:, None])
+        o2 = tl.dot(weights, v2, o2 * shrink[:, None])
+        o3 = tl.dot(weights, v3, o3 * shrink[:, None])
+
+    base = tl.where(most == float("-inf"), 0.0, most)
+    none = total == 0.0
+    lse = tl.where(none, float("-inf"), base + tl.log2(tl.where(none, 1.0, total)))
+    if SPLIT:
+        line = (request * splits + split) * heads + head
+        tl.store(lse_ptr + line, lse, mask=live)
+        to = out_ptr + line[:, None] * V_DIM
+    else:
+        if lse_ptr is not None:
+            tl.store(lse_ptr + request * heads + head, lse / LOG2E, mask=live)
+        if sink_ptr is not None:
+            sink = tl.load(sink_ptr + head, mask=live, other=0.0).to(tl.float32)
+            total += tl.exp2(sink * LOG2E - base)
+        to = out_ptr + request * out_request_stride + head[:, None] * out_head_stride
+    factor = v_global / (HELD * P_SCALE)
+    if v_global_ptr is not None:
+        factor *= tl.load(v_global_ptr)
+    factor = tl.where(none, 0.0, factor / tl.where(none, 1.0, total))[:, None]
+    word = tl.arange(0, V_WORDS)[None, :]
+    to += 4 * word
+    # Of a split without tokens nothing is written but its lse.
+    mask = live[:, None] & (word < V_DIM // 4)
+    if SPLIT:
+        mask = mask & (begin < end)
+    _store_out(to, o0 * factor, mask, SPLIT, NATIVE)
+    _store_out(to + 1, o1 * factor, mask, SPLIT, NATIVE)
+    _store_out(to + 2, o2 * factor, mask, SPLIT, NATIVE)
+    _store_out(to + 3, o3 * factor, mask, SPLIT, NATIVE)
+
+
+@triton.jit(do_not_specialize=["heads", "splits"])
+def _join_kernel(
+    part_ptr,  # [B, splits, heads, DIM] fp32
+    part_lse_ptr,  # [B, splits, heads], base 2
+    sink_ptr,
+    out_ptr,
+    lse_ptr,
+    out_request_stride,
+    out_head_stride,
+    heads,
+    splits,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,  # DIM up to a power of two
+    NATIVE: tl.constexpr,
+):
+    request = (tl.program_id(0) // heads).to(tl.int64)
+    head = tl.program_id(0) % heads
+    column = tl.arange(0, COLUMNS)
+    most = float("-inf")
+    total = 0.0
+    out = tl.zeros([COLUMNS], tl.float32)
+    for split in range(splits):
+        line = (request * splits + split) * heads + head
+        own = tl.load(part_lse_ptr + line)
+        now = tl.maximum(most, own)
+        base = tl.where(now == float("-inf"), 0.0, now)
+        shrink, weight = tl.exp2(most - base), tl.exp2(own - base)
+        width = tl.where(
+            own == float("-inf"), 0, DIM
+        )  # nothing was written for a split without tokens
+        part = tl.load(part_ptr + line * DIM + column, mask=column < width, other=0.0)
+        total = total * shrink + weight
+        out = out * shrink + part * weight
+        most = now
+    base = tl.where(most == float("-inf"), 0.0, most)
+    none = total == 0.0
+    if lse_ptr is not None:
+        lse = tl.where(none, float("-inf"), base + tl.log2(tl.where(none, 1.0, total)))
+        tl.store(lse_ptr + request * heads + head, lse / LOG2E)
+    if sink_ptr is not None:
+        total += tl.exp2(tl.load(sink_ptr + head).to(tl.float32) * LOG2E - base)
+    out = tl.where(none, 0.0, out / tl.where(none, 1.0, total))
+    to = out_ptr + request * out_request_stride + head * out_head_stride + column
+    _store_out(to, out, column < DIM, False, NATIVE)
+
+
+# --- Launch ---------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """Constants of `_decode_kernel` that follow from shapes."""
+
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+
+
+def plan(group: int, k_dim: int, v_dim: int) -> Plan:
+    """For that many query heads of a KV head and those dimensions."""
+    # With several warps and a V no wider than 64 Triton gives every warp all of a tile.
+    warps, rows, stages = (
+        (1, 64, 3) if v_dim <= 64 else (4, 128, 3) if max(k_dim, v_dim) <= 256 else (8, 64, 2)
+    )
+    return Plan(16 if group <= 16 else 32, rows, warps, stages)
+
+
+def choose_splits(requests: int, blocks: int, entries: int, rows: int, processors: int) -> int:
+    """Programs of each list: four for each processor all together, and no more than there are tiles in all lists."""
+    wanted = -(-PROGRAMS * processors // max(1, requests * blocks))
+    return max(1, min(wanted, MAX_SPLITS, -(-entries // rows)))
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def words_of(dim: int) -> int:
+    """Words of four codes of a head, up to a power of two."""
+    return int(triton.next_power_of_2(dim // 4))
+
+
+def _launch(call: _Call) -> None:
+    requests, heads, k_dim = call.q.shape
+    kv_heads, v_dim = call.k_buffer.shape[1], call.out.shape[2]
+    group = heads // kv_heads
+    made = plan(group, k_dim, v_dim)
+    blocks = kv_heads * -(-group // made.heads)
+    processors = _processors(call.q.device)
+    splits = call.splits or choose_splits(
+        requests, blocks, len(call.indices), made.rows, processors
+    )
+    native = call.q.device.type != "cpu" and torch.version.hip is None
+    out, lse = call.out, call.lse
+    if splits > 1:
+        shape = (requests, splits, heads)
+        out = torch.empty((*shape, v_dim), dtype=torch.float32, device=call.q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
+    k_words, v_words, k_scales, v_scales = (
+        buffer.view(torch.uint16)
+        for buffer in (call.k_buffer, call.v_buffer, call.k_scales, call.v_scales)
+    )
+    _decode_kernel[(requests * splits, blocks)](
+        call.q,
+        k_words,
+        v_words,
+        k_scales,
+        v_scales,
+        call.indptr,
+        call.indices,
+        call.sinks if splits == 1 else None,
+        call.k_global,
+        call.v_global,
+        out,
+        lse,
+        *call.q.stride()[:2],
+        *k_words.stride()[:2],
+        *v_words.stride()[:2],
+        *k_scales.stride()[:2],
+        *v_scales.stride()[:2],
+        *call.out.stride()[:2],
+        call.k_buffer.shape[0],
+        splits,
+        call.window,
+        heads,
+        call.sm_scale,
+        call.logit_cap,
+        call.v_factor,
+        K_DIM=k_dim,
+        V_DIM=v_dim,
+        K_WORDS=words_of(k_dim),
+        V_WORDS=words_of(v_dim),
+        GROUP=group,
+        HEADS=made.heads,
+        ROWS=made.rows,
+        CAP=call.logit_cap > 0,
+        SPLIT=splits > 1,
+        NATIVE=native,
+        num_warps=made.warps,
+        num_stages=made.stages,
+    )
+    if splits > 1:
+        _join_kernel[(requests * heads,)](
+            out,
+            lse,
+            call.sinks,
+            call.out,
+            call.lse,
+            *call.out.stride()[:2],
+            heads,
+            splits,
+            DIM=v_dim,
+            COLUMNS=triton.next_power_of_2(v_dim),
+            NATIVE=native,
+            num_warps=2,
+        )
+
+
 # --- Public function ------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +567,9 @@ class _Call(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor | None
     sm_scale: float
-    k_global: Scale
-    v_global: Scale
+    v_factor: float
+    k_global: torch.Tensor | None
+    v_global: torch.Tensor | None
     window: int
     logit_cap: float
     splits: int | None
@@ -220,12 +658,14 @@ def _checked(
     check_bytes("v_buffer", v_buffer, (slots, kv_heads, v_dim // 2), q.device)
     check_bytes("k_scale_buffer", k_scales, (slots, kv_heads, k_dim // BLOCK), q.device)
     check_bytes("v_scale_buffer", v_scales, (slots, kv_heads, v_dim // BLOCK), q.device)
-    for name, buffer in (("k_buffer", k_buffer), ("v_buffer", v_buffer)):
+    for name, buffer in (
+        ("k_buffer", k_buffer), ("v_buffer", v_buffer), ("k_scale_buffer", k_scales), ("v_scale_buffer", v_scales),
+    ):  # fmt: skip
         if buffer.data_ptr() % 2 or any(stride % 2 for stride in buffer.stride()[:2]):
             raise ValueError(
                 f"{name}: heads must start at multiples of 2 bytes, got strides {buffer.stride()}"
             )
-    if not 1 <= kv_heads or heads % kv_heads or not heads:
+    if not kv_heads or heads % kv_heads or not heads:
         raise ValueError(
             f"q: the {heads} query heads must be a multiple of the {kv_heads} KV heads"
         )
@@ -242,11 +682,8 @@ def _checked(
         )
     if not (sm_scale > 0 and math.isfinite(sm_scale)):
         raise ValueError(f"sm_scale is positive, got {sm_scale}")
-    for name, scale in (("k_global_scale", k_global), ("v_global_scale", v_global)):
-        if isinstance(scale, torch.Tensor):
-            check_global_tensor(name, scale, q.device)
-        else:
-            check_global(name, scale)
+    k_number, k_tensor = _split_scale("k_global_scale", k_global, q.device)
+    v_number, v_tensor = _split_scale("v_global_scale", v_global, q.device)
     if window is not None and window < 1:
         raise ValueError(f"window is at least 1 or None, got {window}")
     if not (logit_cap >= 0 and math.isfinite(logit_cap)):
@@ -278,10 +715,16 @@ def _checked(
         torch.empty((requests, heads), dtype=torch.float32, device=q.device) if return_lse else None
     )
     return _Call(
-        q, k_buffer, v_buffer, k_scales, v_scales, indptr, indices, sinks, out, lse, sm_scale,
-        k_global, v_global, 0 if window is None else window, logit_cap, splits,
+        q, k_buffer, v_buffer, k_scales, v_scales, indptr, indices, sinks, out, lse, sm_scale * k_number, v_number,
+        k_tensor, v_tensor, 0 if window is None else window, logit_cap, splits,
     )  # fmt: skip
 
 
-def _launch(call: _Call) -> None:
-    raise NotImplementedError("the kernel follows")
+def _split_scale(
+    name: str, scale: Scale, device: torch.device
+) -> tuple[float, torch.Tensor | None]:
+    """A global scale as a number, which is 1 beside a tensor, and as a tensor on the device."""
+    if isinstance(scale, torch.Tensor):
+        check_global_tensor(name, scale, device)
+        return 1.0, scale
+    return check_global(name, scale), None
