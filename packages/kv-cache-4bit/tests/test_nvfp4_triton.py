@@ -309,9 +309,10 @@ def extend_kernel(q, k, v, o, keys, values, qo, kv, ids, mask, causal, mask_indp
             o[begin:end, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ at[1][:, head // group]  # fmt: skip
 
 
-def decode_kernel(q, keys, values, o, kv, ids, scale, *, page_size):
+def decode_kernel(q, keys, values, o, kv, ids, logits, lse, splits, most, scale, k_scale, v_scale, *, page_size, logit_cap, sinks):  # fmt: skip
     """What `decode_attention_fwd` computes: each query behind all of its ids."""
-    assert page_size == 1
+    assert (logits, lse, splits, most) == ("logits", "lse", "splits", 8)
+    assert (page_size, k_scale, v_scale, logit_cap, sinks) == (1, 1.0, 1.0, 0.0, None)
     group = q.shape[1] // keys.shape[1]
     for request in range(len(q)):
         own = ids[kv[request] : kv[request + 1]].long()
@@ -343,10 +344,40 @@ def test_prefixes_in_turns_equal_stock(rows: int, engine: Any, installed: Any) -
     assert torch.equal(got, want)
     got, want = torch.full_like(q[:4], torch.nan), torch.empty_like(q[:4])
     kv = torch.tensor([0, 4, 5, 20, 31, 77])  # of five requests, four are there
+    rest = (kv, ids, "logits", "lse", "splits", 8, SCALE, 1.0, 1.0)
     with pool.attending(2, None, None):
-        ours.PackedDecode(pool, decode_kernel)(q[:4], empty, empty, got, kv, ids, SCALE, page_size=1)  # fmt: skip
-    decode_kernel(q[:4], plain.k_buffer[2], plain.v_buffer[2], want, kv, ids, SCALE, page_size=1)
+        ours.PackedDecode(pool, decode_kernel)(q[:4], empty, empty, got, *rest, page_size=1)
+    decode_kernel(q[:4], plain.k_buffer[2], plain.v_buffer[2], want, *rest, page_size=1, logit_cap=0.0, sinks=None)  # fmt: skip
     assert torch.equal(got, want)
+
+
+class OnGpu:
+    """A tensor as far as `PackedDecode` looks for its device."""
+
+    is_cuda = True
+
+
+def test_decode_on_a_gpu_reads_packed_rows(
+    engine: Any, installed: Any, counted: Count, monkeypatch: Any
+) -> None:
+    """Every argument reaches its kernel, nothing is read back, and the engine's kernel is not called."""
+    pool, calls = build(engine), []
+    monkeypatch.setattr(
+        ours, "decode_attention_nvfp4", lambda *of, **named: calls.append((of, named))
+    )
+    decode = ours.PackedDecode(pool, pytest.fail)
+    given = ("indptr", "indices", "logits", "lse", "splits", 8, SCALE, 1.0, 1.0)
+    q = OnGpu()
+    with pool.attending(2, None, None):
+        decode(q, None, None, "o", *given, logit_cap=3.0, sinks="sinks", page_size=1, enable_lean=True)  # fmt: skip
+        with pytest.raises(RuntimeError, match="scores that a model changes"):
+            decode(q, None, None, "o", *given, xai_temperature_len=8)
+    ((of, named),) = calls
+    assert of[0] is q
+    assert all(one is other for one, other in zip(of[1:5], pool._of(2), strict=True))
+    assert of[5:] == ("indptr", "indices")
+    assert named == {"sm_scale": SCALE, "logit_cap": 3.0, "sinks": "sinks", "out": "o"}
+    assert counted.seen == 1
 
 
 @pytest.mark.parametrize(
@@ -406,9 +437,20 @@ def test_more_launches_that_end_at_boot(engine: Any, installed: Any, monkeypatch
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("triton", "fa3"))
     with pytest.raises(SystemExit, match="fa3, triton are not covered"):
         build(engine)
+    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("torch_native",) * 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(SystemExit, match="CPU only so far"):
-        ours.before_pool_sizing(configurator())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    on_gpu = configurator(kv_cache_dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
+    ours.before_pool_sizing(on_gpu)
+    with pytest.raises(SystemExit, match="torch_native are not covered"):
+        ours.after_sizing(None, SimpleNamespace(), on_gpu)
+    with pytest.raises(SystemExit, match="heads of 64, 96"):
+        ours.before_pool_sizing(configurator(kv_cache_dtype=torch.bfloat16))
+    with pytest.raises(SystemExit, match=r"torch\.float32; .* the model in bf16"):
+        ours.before_pool_sizing(configurator(head_dim=128, v_head_dim=128))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    with pytest.raises(SystemExit, match=r"made for Hopper .* this is sm120"):
+        ours.before_pool_sizing(on_gpu)
     with pytest.raises(RuntimeError, match="another layer's cache"):
         ours.around_attention(build, None, torch.empty(1), None, None, layer(0), None)
 
@@ -420,6 +462,10 @@ DEFAULTS = {
     "dcp_size": 1,
     "pp_size": 1,
     "disaggregation_mode": "null",
+    "cuda_graph_backend_prefill": None,
+    "disable_cuda_graph": False,
+    "disable_prefill_cuda_graph": False,
+    "page_size": None,
 }
 DEFAULTS |= dict.fromkeys(BACKEND_ARGUMENTS) | dict.fromkeys(UNCOVERED | MORE_UNCOVERED, False)
 
@@ -431,7 +477,7 @@ DEFAULTS |= dict.fromkeys(BACKEND_ARGUMENTS) | dict.fromkeys(UNCOVERED | MORE_UN
         ({"kv_cache_dtype": "bfloat16", "attention_backend": "triton", "tp_size": 2}, None),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is another cache; leave"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is another cache; leave"),
-        *(({name: "fa3"}, "fa3 is not covered; triton, torch_native") for name in BACKEND_ARGUMENTS),
+        *(({name: "fa3"}, "fa3 is not covered; triton and torch_native are") for name in BACKEND_ARGUMENTS),
         ({"speculative_algorithm": "EAGLE"}, "speculative"),
         ({"quantization_param_path": "scales.json"}, "--quantization-param-path"),
         ({"dcp_size": 2}, "--dcp-size > 1"),
@@ -461,8 +507,25 @@ def test_judge_reads_the_model(config: dict[str, Any], said: str) -> None:
     on_cpu = {"SGLANG_PLATFORM": CPU_PLATFORM}
     (line,) = judge(ServeCommand({}, DEFAULTS, on_cpu, model_config=config))
     assert said in line
-    (line,) = judge(ServeCommand({}, DEFAULTS))
-    assert "CPU only so far" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"cuda_graph_backend_prefill": None, "disable_prefill_cuda_graph": True}, None),
+        ({"cuda_graph_backend_prefill": None, "disable_cuda_graph": True}, None),
+        ({"cuda_graph_backend_prefill": "breakable"}, "add --cuda-graph-backend-prefill disabled"),
+        ({"attention_backend": None}, "add --attention-backend triton"),
+        ({"attention_backend": "torch_native"}, "torch_native is not covered; triton is"),
+        ({"page_size": 16}, "--page-size 16"),
+    ],
+)
+def test_judge_on_a_gpu(given: dict[str, Any], said: str | None) -> None:
+    usual = {"attention_backend": "triton", "cuda_graph_backend_prefill": "disabled"}
+    lines = list(judge(ServeCommand(usual | given, DEFAULTS)))
+    assert len(lines) == (said is not None), lines
+    assert said is None or said in lines[0]
 
 
 def test_engine_that_is_installed() -> None:

@@ -76,6 +76,14 @@ class Nvfp4Pool(MHATokenToKVPool):
         shadow = self.shadow[0].nbytes if self.shadow else 0
         return k + shadow, v + shadow
 
+    @property
+    def attended(self) -> tuple[torch.Tensor, ...]:
+        """Buffers of the layer that is attended to: keys, values, scales of keys, scales of values."""
+        if self._batch is None:
+            raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
+        feature.count.engaged()
+        return self._of(self._batch[0])
+
     def _of(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """Buffers of a layer: keys, values, scales of keys, scales of values."""
         at = layer_id - self.start_layer
@@ -136,12 +144,9 @@ class Nvfp4Pool(MHATokenToKVPool):
         Args:
             slots: int32 or int64 [n], all within the pool.
         """
-        if self._batch is None:
-            raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
-        feature.count.engaged()
         if not len(slots):
             slots = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return read(self._of(self._batch[0]), slots, self.dtype)
+        return read(self.attended, slots, self.dtype)
 
     def _shadow_of(self, layer_id: int) -> list[torch.Tensor]:
         if self._batch is None or not self.shadow:
@@ -202,7 +207,10 @@ def write(
     """Quantise new tokens and write them at their slots; see `Nvfp4Pool.set_kv_buffer`."""
     heads = buffers[0].shape[1]
     new = [x[: len(loc)].view(len(loc), heads, -1).to(torch.bfloat16) for x in (k, v)]
-    nvfp4_write.reference(*new, loc, *buffers)
+    if loc.is_cuda:
+        nvfp4_write.nvfp4_write(*new, loc, *buffers)
+    else:
+        nvfp4_write.reference(*new, loc, *buffers)
 
 
 def read(

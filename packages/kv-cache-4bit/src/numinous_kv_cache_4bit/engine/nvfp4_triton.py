@@ -3,9 +3,11 @@
 
 *Cache*    The engine believes in a cache of the model's own dtype, so no backend asks for descales. Of K and of V a token has in each layer and
            head D / 2 bytes of E2M1 and D / 16 bytes of E4M3, without a scale above them: what they stand for is exact in bf16.
-*Triton*   Two kernels read the cache: decode, and extend's prefix. Both get the live rows of one layer, decoded side by side into a scratch
-           that the call allocates, with ids that count. Extend takes requests in turns of `SCRATCH_ROWS` rows (one longer request alone).
-           Keys and values of the chunk itself are read as they were computed, as with stock's FP8 cache.
+*Triton*   Two kernels read the cache: decode, and extend's prefix. Decode is `decode_attention_nvfp4`, which reads packed rows. Extend stays
+           stock's, over the rows of the prefix decoded side by side into a scratch that the call allocates, with ids that count. It takes
+           requests in turns of `SCRATCH_ROWS` rows (one longer request alone), and waits once a layer to know how many there are, so it
+           cannot be captured. Keys and values of the chunk itself are read as they were computed, as with stock's FP8 cache. On a CPU,
+           in the interpreter, decode goes the way of extend.
 *CPU*      `torch_native` reads whole buffers by slot: it gets a *shadow*, one layer in the model's dtype, in which the live rows are decoded. It
            reads a chunk's own keys and values from there as well, so a prefill sees somewhat more of the quantisation than on the Triton backend.
 *Ranks*    Every rank has its own heads of the same tokens; nothing here decides what runs.
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import DIMS, decode_attention_nvfp4
 from numinous_kv_cache_4bit.options import NVFP4_TRITON
 from numinous_tooling.numerics import NVFP4_BLOCK
 from numinous_tooling.patching.counters import counters
@@ -53,10 +56,16 @@ def cell_size(heads: int, head_dim: int, layers: int, shadow: int = 0) -> int:
 def before_pool_sizing(configurator: Any) -> None:
     """`create_memory_pool_configurator`, which every model passes: end the process unless this launch is covered."""
     model = configurator.model_config
-    if torch.cuda.is_available():
-        refuse(
-            f"CPU only so far: its kernels for GPUs are not in this version; unset {flag_of(NVFP4_TRITON)}"
-        )
+    if on_gpu := torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) != (9, 0):
+            refuse(
+                f"made for Hopper (sm90) and CPUs, this is sm{major}{minor}; unset {flag_of(NVFP4_TRITON)}"
+            )
+        if model.head_dim not in DIMS:
+            refuse(
+                f"its decode kernel takes heads of {', '.join(map(str, DIMS))}, this model has {model.head_dim}"
+            )
     if configurator.use_mla_backend:
         refuse("made for MHA and GQA models, this one has MLA; see kv4.mla_dense")
     if configurator.is_hybrid_swa:
@@ -70,9 +79,10 @@ def before_pool_sizing(configurator: Any) -> None:
             f"takes keys and values of one width in multiples of {NVFP4_BLOCK}, this model has "
             f"{model.head_dim} and {model.v_head_dim}"
         )
-    if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float32):
+    if configurator.kv_cache_dtype not in (torch.bfloat16, torch.bfloat16 if on_gpu else torch.float32):  # fmt: skip
         refuse(
-            f"the KV cache would be {configurator.kv_cache_dtype}; leave --kv-cache-dtype out, in bf16 or fp32 models"
+            f"the KV cache would be {configurator.kv_cache_dtype}; leave --kv-cache-dtype out, "
+            f"the model in {'bf16' if on_gpu else 'fp32 or bf16'}"
         )
     scales = {
         getattr(module, name, None)
@@ -102,9 +112,9 @@ def _shadow_dtype(configurator: Any) -> torch.dtype | None:
     backends = set(attention_backends())
     if backends == {"triton"}:
         return None
-    if backends != {"torch_native"}:
+    if backends != {"torch_native"} or torch.cuda.is_available():
         refuse(
-            f"attention backends {', '.join(sorted(map(str, backends)))} are not covered; triton or torch_native is"
+            f"attention backends {', '.join(sorted(map(str, backends)))} are not covered; triton is, and torch_native on a CPU"
         )
     return configurator.kv_cache_dtype
 
@@ -253,7 +263,7 @@ class PackedPrefix:
 
 
 class PackedDecode:
-    """In place of `decode_attention_fwd`: the same kernel over a scratch that holds the decoded rows of the batch."""
+    """In place of `decode_attention_fwd`: `decode_attention_nvfp4`; on a CPU the engine's kernel over a scratch of decoded rows."""
 
     def __init__(self, pool: Any, kernel: Callable[..., None]) -> None:
         self.pool, self.kernel = pool, kernel
@@ -266,15 +276,33 @@ class PackedDecode:
         o: torch.Tensor,
         kv_indptr: torch.Tensor,
         kv_indices: torch.Tensor,
+        attn_logits: torch.Tensor,
+        attn_lse: torch.Tensor,
+        num_kv_splits: torch.Tensor,
+        max_kv_splits: int,
+        sm_scale: float,
         *others: Any,
+        logit_cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         page_size: int = 1,
         **named: Any,
     ) -> None:
         """Arguments as the backend gives them; `k_buffer` and `v_buffer` have no memory and are not looked at."""
+        if q.is_cuda:
+            if named.get("score_mod") is not None or named.get("xai_temperature_len", -1) > 0:
+                raise RuntimeError(f"{NVFP4_TRITON}: scores that a model changes are not covered")
+            decode_attention_nvfp4(
+                q, *self.pool.attended, kv_indptr, kv_indices,
+                sm_scale=sm_scale, logit_cap=logit_cap, sinks=sinks, out=o,
+            )  # fmt: skip
+            return
         live = int(kv_indptr[len(q)])
         keys, values = self.pool.decoded(kv_indices[:live])
         ids = torch.arange(len(keys), device=keys.device)
-        self.kernel(q, keys, values, o, kv_indptr, ids, *others, page_size=1, **named)
+        self.kernel(
+            q, keys, values, o, kv_indptr, ids, attn_logits, attn_lse, num_kv_splits, max_kv_splits,
+            sm_scale, *others, logit_cap=logit_cap, sinks=sinks, page_size=1, **named,
+        )  # fmt: skip
 
 
 def turns(starts: list[int], rows: int) -> Iterator[tuple[int, int]]:

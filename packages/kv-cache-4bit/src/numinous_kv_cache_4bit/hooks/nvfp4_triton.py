@@ -62,8 +62,8 @@ POOL_PINS = tuple(
 
 FEATURE = Feature(
     id=NVFP4_TRITON,
-    sentence="NVFP4 KV cache for MHA and GQA models: 9 bits for 2 values, 1.78 times the tokens of FP8. CPU only so far: tells what it costs a model.",
-    arch={"cpu": "run"},
+    sentence="NVFP4 KV cache for MHA and GQA models: 1.78 times the tokens of FP8; on any CPU it tells what that costs a model.",
+    arch={"cpu": "run", "sm90": "emulated"},
     patches=(
         Hook(
             id="kv4.nvfp4_triton.01",
@@ -156,14 +156,24 @@ MORE_UNCOVERED = {
 
 def judge(command: ServeCommand) -> Iterator[str]:
     """Why this launch cannot use the feature, one line each."""
-    if command.environ.get("SGLANG_PLATFORM") != CPU_PLATFORM:
-        yield f"CPU only so far (SGLANG_PLATFORM={CPU_PLATFORM}): its kernels for GPUs are not in this version"
+    on_cpu = command.environ.get("SGLANG_PLATFORM") == CPU_PLATFORM
     if (dtype := command.get("kv_cache_dtype")) not in ("auto", "bf16", "bfloat16"):
         yield f"--kv-cache-dtype {dtype} is another cache; leave the flag out, {NVFP4_TRITON} is chosen by its own"
+    covered = BACKENDS if on_cpu else BACKENDS[:1]
     for name in BACKEND_ARGUMENTS:
-        if (value := command.get(name)) not in (None, *BACKENDS):
+        if (value := command.get(name)) not in (None, *covered):
             flag = "--" + name.replace("_", "-")
-            yield f"{flag} {value} is not covered; {', '.join(BACKENDS)} are"
+            yield f"{flag} {value} is not covered; {' and '.join(covered)} {'are' if on_cpu else 'is'}"
+    if not on_cpu:
+        if command.get("attention_backend") is None:
+            yield "the engine would choose another attention backend: add --attention-backend triton"
+        graphs = command.get("cuda_graph_backend_prefill") != "disabled"
+        if graphs and not any(
+            map(command.get, ("disable_cuda_graph", "disable_prefill_cuda_graph"))
+        ):
+            yield "a captured prefill cannot read a prefix of any length: add --cuda-graph-backend-prefill disabled"
+        if (page := command.get("page_size")) not in (None, 1):
+            yield f"--page-size {page} is not covered (untested); leave the flag out"
     if command.get("speculative_algorithm") is not None:
         yield "speculative decoding is not covered: its verification would need a prefix in bf16 within a captured graph"
     for name, what in (UNCOVERED | MORE_UNCOVERED).items():
