@@ -60,6 +60,25 @@ def test_a_row_is_judged_by_its_interval_against_the_floor(low, high, floor, wor
     assert judged.limit == pytest.approx(3 * max(floor, MIN_FLOOR))
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (1e-3, 3.9e-3, "PASS"),
+        (1e-3, 5e-3, "INCONCLUSIVE"),
+        (4.1e-3, 6e-3, "FAIL"),
+    ],
+)
+def test_a_yardstick_is_compared_by_lower_bounds(low, high, word):
+    zero = Estimate(0.0, 0.0, 0.0)
+    yard = Summary(Estimate(1e-3, None, None), Estimate(2e-3, None, None), zero, 2e-3, zero, zero, 100, 10, exact=False)  # fmt: skip
+    wide = Estimate(1.0, 0.9, 1.1)
+    own = Summary(Estimate(2e-3, low, high), wide, zero, 1.0, zero, zero, 100, 10, exact=False)
+    judged = judge_distance("cold", "cold", own, yard, 4.0, yardstick=True)
+    assert judged.word == word
+    assert judged.limit == pytest.approx(4e-3)
+    assert (judged.figure, judged.floor) == (2e-3, 1e-3)
+
+
 def test_a_loss_that_shrinks_never_fails():
     zero = Estimate(0.0, 0.0, 0.0)
     assert judge_loss(Estimate(-0.5, -0.6, -0.4), zero, 3.0).word == "PASS"

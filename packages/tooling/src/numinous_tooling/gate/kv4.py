@@ -17,7 +17,7 @@ FEATURE = "kv4.nvfp4_triton"
 YARDSTICK = "--kv-cache-dtype fp8_e4m3"
 MARGIN = 16.0
 """Rounding to 1 bit of mantissa in place of 3 has 16 times the variance, and a small KL divergence is proportional to that."""
-TOP_LOGPROBS = 1024  # a list of 128 leaves bounds too wide to compare two small distances
+TOP_LOGPROBS = 1024  # of a list of 128 the rest is too much to be counted as one
 
 run = accuracy.run
 

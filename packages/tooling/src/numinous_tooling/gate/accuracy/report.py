@@ -91,7 +91,8 @@ def meaning(document: Mapping[str, Any]) -> str:
         return "Floor: stock measured again with other batches."
     return (
         f"Yardstick: stock with {yardstick} against A. PASS says that B moves the distributions at most "
-        f"{document['method']['margin']:g} times as far."
+        f"{document['method']['margin']:g} times as far, "
+        "by the lower bounds of both."
     )
 
 

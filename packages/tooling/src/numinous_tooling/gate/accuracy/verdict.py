@@ -4,8 +4,8 @@
 **Rows of distributions.** The distance of arm B is the mean over positions of KL(A || B), in nats. The floor is the
 same figure for A against A measured again, with other batches. The limit is the margin times max(floor, `MIN_FLOOR`).
 A *yardstick* (`Rule.yardstick`) takes the floor's place where a change is known to cost something: it is the distance of A
-from a cache that people serve with, FP8 say. Its figure is an interval too, so PASS is decided by its lower bound and FAIL by
-its upper estimate.
+from a cache that people serve with, FP8 say. Two distances that went through the same lists are then compared, so both are
+the lower bounds: divergences between the tokens that both list and the rest as one.
 PASS: the upper end of the interval of B's upper estimate is within the limit. FAIL: the lower end of the interval of
 its lower bound is beyond. INCONCLUSIVE: neither, or too few sequences for an interval. p99, largest value, flips of the
 most likely token and the loss on the text are reported beside it and decide nothing: on a given text they follow from
@@ -150,20 +150,21 @@ def judge_distance(
     yardstick: bool = False,
 ) -> RowVerdict:
     """Judge a row of distributions by its mean divergence; `yardstick`: see `Rule`."""
-    most = margin * max(floor.kl_high.value, MIN_FLOOR)
-    limit = margin * max(floor.kl_low.value, MIN_FLOOR) if yardstick else most
-    low, high = distance.kl_low.low, distance.kl_high.high
-    word, reason = _word(low, high, limit, "distance", most)
+    least = floor.kl_low if yardstick else floor.kl_high
+    own = distance.kl_low if yardstick else distance.kl_high
+    limit = margin * max(least.value, MIN_FLOOR)
+    low, high = distance.kl_low.low, own.high
+    word, reason = _word(low, high, limit, "distance")
     return RowVerdict(
         row,
         label,
         word,
         reason,
         "nats",
-        distance.kl_high.value,
+        own.value,
         low,
         high,
-        floor.kl_high.value,
+        least.value,
         limit,
         distance=distance,
         floor_distance=floor,
@@ -219,18 +220,13 @@ def judge_exact_match(
     )
 
 
-def _word(
-    low: float | None, high: float | None, limit: float, what: str, most: float | None = None
-) -> tuple[Word, str]:
-    """The word of an interval: PASS within `limit`, FAIL beyond `most` (None: the same)."""
+def _word(low: float | None, high: float | None, limit: float, what: str) -> tuple[Word, str]:
     if low is None or high is None:
         return "INCONCLUSIVE", f"fewer than {MIN_SEQUENCES} sequences"
     if high <= limit:
         return "PASS", f"{what} within the limit"
-    if low > (limit if most is None else most):
+    if low > limit:
         return "FAIL", f"{what} beyond the limit"
-    if most not in (None, limit):
-        return "INCONCLUSIVE", "bounds hold the limit; more sequences or a larger --top-k decide"
     return "INCONCLUSIVE", "the interval holds the limit; more sequences decide"
 
 
