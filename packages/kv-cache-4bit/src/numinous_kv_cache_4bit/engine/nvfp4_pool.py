@@ -21,6 +21,8 @@ from numinous_kv_cache_4bit.options import NVFP4_TRITON
 from numinous_tooling.numerics import NVFP4_BLOCK, dequantize_nvfp4
 
 HostCopy = list[list[list[torch.Tensor]]]
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a layer: keys, values, scales of keys, scales of values."""
 
 
 class Nvfp4Pool(MHATokenToKVPool):
@@ -77,18 +79,21 @@ class Nvfp4Pool(MHATokenToKVPool):
         return k + shadow, v + shadow
 
     @property
-    def attended(self) -> tuple[torch.Tensor, ...]:
-        """Buffers of the layer that is attended to: keys, values, scales of keys, scales of values."""
+    def attended(self) -> Buffers:
+        """Those of the layer that is attended to."""
         if self._batch is None:
             raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
         feature.count.engaged()
         return self._of(self._batch[0])
 
-    def _of(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """Buffers of a layer: keys, values, scales of keys, scales of values."""
+    def _of(self, layer_id: int) -> Buffers:
         at = layer_id - self.start_layer
-        buffers = (self.k_buffer, self.v_buffer, self.k_scale_buffer, self.v_scale_buffer)
-        return tuple(each[at] for each in buffers)
+        return (
+            self.k_buffer[at],
+            self.v_buffer[at],
+            self.k_scale_buffer[at],
+            self.v_scale_buffer[at],
+        )
 
     # --- Write ---
 
@@ -201,20 +206,18 @@ class Nvfp4Pool(MHATokenToKVPool):
         raise RuntimeError(f"{NVFP4_TRITON}: disaggregation is not covered")
 
 
-def write(
-    buffers: tuple[torch.Tensor, ...], loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> None:
+def write(buffers: Buffers, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Quantise new tokens and write them at their slots; see `Nvfp4Pool.set_kv_buffer`."""
     heads = buffers[0].shape[1]
-    new = [x[: len(loc)].view(len(loc), heads, -1).to(torch.bfloat16) for x in (k, v)]
+    new_k, new_v = (x[: len(loc)].view(len(loc), heads, -1).to(torch.bfloat16) for x in (k, v))
     if loc.is_cuda:
-        nvfp4_write.nvfp4_write(*new, loc, *buffers)
+        nvfp4_write.nvfp4_write(new_k, new_v, loc, *buffers)
     else:
-        nvfp4_write.reference(*new, loc, *buffers)
+        nvfp4_write.reference(new_k, new_v, loc, *buffers)
 
 
 def read(
-    buffers: tuple[torch.Tensor, ...], slots: torch.Tensor, dtype: torch.dtype
+    buffers: Buffers, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of slots, [n, heads, D], exactly."""
     k, v, k_scales, v_scales = (each[slots] for each in buffers)

@@ -291,8 +291,9 @@ class PackedDecode:
         if q.is_cuda:
             if named.get("score_mod") is not None or named.get("xai_temperature_len", -1) > 0:
                 raise RuntimeError(f"{NVFP4_TRITON}: scores that a model changes are not covered")
+            k, v, k_scales, v_scales = self.pool.attended
             decode_attention_nvfp4(
-                q, *self.pool.attended, kv_indptr, kv_indices,
+                q, k, v, k_scales, v_scales, kv_indptr, kv_indices,
                 sm_scale=sm_scale, logit_cap=logit_cap, sinks=sinks, out=o,
             )  # fmt: skip
             return
