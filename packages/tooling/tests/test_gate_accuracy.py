@@ -173,7 +173,8 @@ def test_a_yardstick_takes_the_place_of_the_floor(bench_with_page: Bench):
     kept = record_of_run("accuracy", document, bench.out)
     assert kept["gpu"].startswith("cpu: ")
     assert kept["yardstick"] == "--shift 0.05"
-    assert kept["rows"][0]["floor_flips"] == kept["rows"][0]["flips"] > 0
+    assert kept["cold_b_kl"] == kept["cold_yardstick_kl"] == kept["rows"][0]["floor"]
+    assert kept["hit_b_flips_percent"] == kept["hit_yardstick_flips_percent"] > 0
 
 
 def test_a_yardstick_can_be_missed(bench: Bench):

@@ -12,7 +12,7 @@ verdict with its reasons), `features` with `packages` and their versions, `verdi
 - serving (`n`: requests of all arms): per arm ``a_…``, ``b_…`` output tok/s, median tok/s per user, median TTFT and TPOT;
   `changes`: per comparison, and in it per metric, the change with its interval, and the word;
 - accuracy (`n`: sequences): `rows`, each with figure, interval, floor, limit and word, and `plant`; with a yardstick also its
-  flags, and per row the shares of flipped tokens of both arms;
+  flags, and of both arms and each row the divergence that decided and the share of flipped tokens;
 - cliff (`n`: probes): the `limit_tok_s_user`, and per arm the frontier.
 """
 
@@ -176,20 +176,20 @@ def _serving(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _accuracy(document: Mapping[str, Any]) -> dict[str, Any]:
     work = document["workload"]
-    rows = [{name: row[name] for name in _ROW_FIELDS} for row in document["rows"]]
     more: dict[str, Any] = {}
     if yardstick := document["method"].get("yardstick"):
         more = {"yardstick": yardstick, "margin": document["method"]["margin"]}
-        for found, row in zip(rows, document["rows"], strict=True):
-            for prefix, name in (("", "distance"), ("floor_", "floor_distance")):
+        for row in document["rows"]:
+            for arm, name in (("b", "distance"), ("yardstick", "floor_distance")):
                 if row[name]:
-                    found[f"{prefix}flips"] = row[name]["flips"]["value"]
+                    more[f"{row['row']}_{arm}_kl"] = row[name]["kl_low"]["value"]
+                    more[f"{row['row']}_{arm}_flips_percent"] = 100 * row[name]["flips"]["value"]
     return {
         "case": f"{work['sequences']} sequences x {work['tokens']} tokens, {work['decode_tokens']} decoded, "
         f"{document['method']['distribution']}",
         "n": work["sequences"],
         "plant": document["plant"],
-        "rows": rows,
+        "rows": [{name: row[name] for name in _ROW_FIELDS} for row in document["rows"]],
         **more,
         **_counted(document["arms"]["B"]),
     }
