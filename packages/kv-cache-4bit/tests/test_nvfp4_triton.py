@@ -55,7 +55,6 @@ def counted(request: Any, monkeypatch: Any) -> Count | None:
     from sglang.srt import runtime_context
 
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("torch_native",) * 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     count = Count()
     monkeypatch.setattr(ours, "count", count)
     return count
@@ -438,19 +437,20 @@ def test_more_launches_that_end_at_boot(engine: Any, installed: Any, monkeypatch
     with pytest.raises(SystemExit, match="fa3, triton are not covered"):
         build(engine)
     monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("torch_native",) * 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    on_gpu = configurator(kv_cache_dtype=torch.bfloat16, head_dim=128, v_head_dim=128)
+    asked = {"kv_cache_dtype": torch.bfloat16, "device": "cuda", "head_dim": 128, "v_head_dim": 128}
+    on_gpu = configurator(**asked)
     ours.before_pool_sizing(on_gpu)
     with pytest.raises(SystemExit, match="torch_native are not covered"):
         ours.after_sizing(None, SimpleNamespace(), on_gpu)
     with pytest.raises(SystemExit, match="heads of 64, 96"):
-        ours.before_pool_sizing(configurator(kv_cache_dtype=torch.bfloat16))
+        ours.before_pool_sizing(configurator(**asked | {"head_dim": 80, "v_head_dim": 80}))
     with pytest.raises(SystemExit, match=r"torch\.float32; .* the model in bf16"):
-        ours.before_pool_sizing(configurator(head_dim=128, v_head_dim=128))
+        ours.before_pool_sizing(configurator(**asked | {"kv_cache_dtype": torch.float32}))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     with pytest.raises(SystemExit, match=r"made for Hopper .* this is sm120"):
         ours.before_pool_sizing(on_gpu)
+    ours.before_pool_sizing(configurator())  # the CPU platform on such a machine
     with pytest.raises(RuntimeError, match="another layer's cache"):
         ours.around_attention(build, None, torch.empty(1), None, None, layer(0), None)
 

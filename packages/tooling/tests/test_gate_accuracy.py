@@ -182,11 +182,17 @@ def test_a_yardstick_can_be_missed(bench: Bench):
     assert "cold prefill: distance beyond the limit" in bench.document["reasons"]
 
 
-def test_the_question_of_a_4_bit_cache_is_a_preset():
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_question_of_a_4_bit_cache_is_a_preset(device: str, monkeypatch: pytest.MonkeyPatch):
     options = _parser().parse_args(["kv4", "--model", "m"])
     assert (options.features, options.yardstick) == (kv4.FEATURE, kv4.YARDSTICK)
     assert (options.margin, options.top_k) == (16.0, 1024)
-    assert COMMANDS["kv4"].run is command.run
+    options.device, options.flags_all = device, "--tp-size 2"
+    asked = []
+    monkeypatch.setattr(command, "run", lambda options, *of: asked.append(options.flags_all) or 7)
+    assert COMMANDS["kv4"].run(options, [], None, None) == 7
+    gpu = f"{kv4.GPU_FLAGS} " if device == "gpu" else ""
+    assert asked == [f"{gpu}--tp-size 2"]
     again = _parser().parse_args(["accuracy"])
     assert (again.features, again.yardstick, again.margin, again.top_k) == ("none", None, 3.0, None)
 

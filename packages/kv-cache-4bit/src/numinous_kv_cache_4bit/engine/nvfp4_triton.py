@@ -56,7 +56,7 @@ def cell_size(heads: int, head_dim: int, layers: int, shadow: int = 0) -> int:
 def before_pool_sizing(configurator: Any) -> None:
     """`create_memory_pool_configurator`, which every model passes: end the process unless this launch is covered."""
     model = configurator.model_config
-    if on_gpu := torch.cuda.is_available():
+    if on_gpu := _on_gpu(configurator):
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) != (9, 0):
             refuse(
@@ -95,6 +95,11 @@ def before_pool_sizing(configurator: Any) -> None:
         refuse("drafts are not covered")
 
 
+def _on_gpu(configurator: Any) -> bool:
+    """Whether the engine serves there; the CPU platform may do its work on a machine with one."""
+    return torch.device(configurator.device).type != "cpu"
+
+
 def _shape(configurator: Any) -> tuple[int, int, int]:
     """KV heads of a rank, values of a head, layers."""
     from sglang.srt.runtime_context import get_parallel
@@ -112,7 +117,7 @@ def _shadow_dtype(configurator: Any) -> torch.dtype | None:
     backends = set(attention_backends())
     if backends == {"triton"}:
         return None
-    if backends != {"torch_native"} or torch.cuda.is_available():
+    if backends != {"torch_native"} or _on_gpu(configurator):
         refuse(
             f"attention backends {', '.join(sorted(map(str, backends)))} are not covered; triton is, and torch_native on a CPU"
         )
