@@ -56,4 +56,12 @@ KERNELS = (
         arch=COMPILED,
         peers=("sglang-fp8", "sglang-bf16", "sglang-nvfp4"),
     ),
+    Kernel(
+        op="decode_attention_nvfp4",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.decode_attention_nvfp4:OP",
+        sentence="Decode attention of MHA and GQA models on NVFP4 slots, decoded in the registers of the matrix product.",
+        arch=COMPILED,
+        peers=("sglang-fp8", "flashinfer-nvfp4", "fa3-fp8"),
+    ),
 )

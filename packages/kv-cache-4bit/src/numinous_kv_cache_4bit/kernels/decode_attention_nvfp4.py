@@ -11,6 +11,17 @@
             the pool are no tokens, an id counts as often as it stands, slot 0 is a slot like others. `window` w > 0 keeps the last w entries
             of each list (the engine's lists for sliding windows are cut already). A request without tokens gives zeros and lse -inf. Slots
             that nobody lists are not read, so NaN in them spreads nowhere; NaN in a listed row makes NaN.
+*Bytes*     a token of a layer: Hkv (Dk + Dv) 9/16 and its id; 8 heads of 128 and 4 of 256 alike 1160 with int64 ids, where an FP8 cache has
+            2056. 64 requests of 8192 tokens: 608 MB, 143 µs at 4.25 TB/s (*reported* best copy of an H200); predictions for each cell are
+            in docs/deep-dives/nvfp4-kv.md.
+*Tiles*     a program takes a KV head of a request with up to 32 of its query heads (16 are one row of a product) and a run of tiles of 64 or
+            128 tokens. Tiles reach shared memory packed; a thread reads the words that its part of the product needs and decodes them
+            in registers (`_planes`). A word is four codes of neighbouring columns, so K and V come out as four tiles of every fourth
+            column; q is loaded in that order, and the output's columns are put back where they belong. Splits follow from shapes and
+            the number of multiprocessors; each leaves a part in fp32, joined in order by a second kernel.
+*Numerics*  q is brought to fp16's range by a power of two of each head, K and V are exact in fp16, scores are summed in fp32, probabilities
+            are rounded to fp16 (2^-11), their sum is not. Global scales and the powers of two go into sm_scale and the output. The same
+            bits every time for the same number of splits.
 *Arch*      see catalog.py.
 """
 

@@ -27,7 +27,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -58,7 +58,7 @@ WARPS = 4
 TILE = 32 * WARPS
 """Blocks of 16 of a program: one a thread."""
 
-Scale = torch.Tensor | float
+Scale: TypeAlias = torch.Tensor | float
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
