@@ -14,9 +14,11 @@ for needed in ("transformers", "scipy", "tokenizers", "safetensors"):
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_kv_accuracy  # noqa: E402
 import bench_nvfp4_accuracy as bench  # noqa: E402
 import transformers  # noqa: E402
 
+from numinous_tooling.gate.accuracy import distance  # noqa: E402
 from numinous_tooling.numerics import dequantize_nvfp4, quantize_nvfp4  # noqa: E402
 
 
@@ -30,8 +32,10 @@ def model() -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def test_arms(model: transformers.LlamaForCausalLM) -> None:
+def test_arms(model: transformers.LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arm is measured, bf16 is itself, 4 bits lose more than 8, and a record per arm says what ran."""
+    for module in (bench_kv_accuracy, distance):
+        monkeypatch.setattr(module, "RESAMPLES", 99)
     rows = torch.randint(0, 256, (6, 25), generator=torch.Generator().manual_seed(1))
     found = {one.name: one for one in bench.evaluate(model, list(bench.ARMS), rows[:5], rows[5])}
     assert list(found) == list(bench.ARMS)

@@ -29,6 +29,7 @@ from numinous_tooling.gate.accuracy.verdict import (
     judge_distance,
     judge_exact_match,
     judge_loss,
+    judge_text_loss,
 )
 from numinous_tooling.gate.errors import GateError
 
@@ -77,6 +78,14 @@ def test_a_yardstick_is_compared_by_lower_bounds(low, high, word):
     assert judged.word == word
     assert judged.limit == pytest.approx(4e-3)
     assert (judged.figure, judged.floor) == (2e-3, 1e-3)
+
+
+def test_beside_a_yardstick_the_loss_on_the_text_has_a_limit():
+    zero = Estimate(0.0, 0.0, 0.0)
+    for low, high, word in ((-0.1, 0.014, "PASS"), (0.016, 0.02, "FAIL"), (0.01, 0.02, "INCONCLUSIVE")):  # fmt: skip
+        judged = judge_text_loss("cold", "cold", Estimate(0.013, low, high), zero, base_loss=3.0)
+        assert (judged.word, judged.row) == (word, "cold_loss")
+        assert judged.limit == pytest.approx(0.015)
 
 
 def test_a_loss_that_shrinks_never_fails():

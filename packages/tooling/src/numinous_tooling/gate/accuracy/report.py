@@ -16,7 +16,7 @@ from numinous_tooling.gate.accuracy.command import AccuracyResult
 from numinous_tooling.gate.accuracy.distance import Positions
 from numinous_tooling.gate.accuracy.measure import ROWS
 from numinous_tooling.gate.accuracy.records import record_files
-from numinous_tooling.gate.accuracy.verdict import RowVerdict
+from numinous_tooling.gate.accuracy.verdict import YARDSTICK_LOSS, RowVerdict
 from numinous_tooling.gate.page import COLOURS, text_table
 
 ROW_HEAD = ["row", "B against A", "95 % interval", "floor", "limit", "unit", "verdict"]
@@ -92,7 +92,8 @@ def meaning(document: Mapping[str, Any]) -> str:
     return (
         f"Yardstick: stock with {yardstick} against A. PASS says that B moves the distributions at most "
         f"{document['method']['margin']:g} times as far, "
-        "by the lower bounds of both."
+        "by the lower bounds of both, and raises the loss on the text by at most "
+        f"{100 * YARDSTICK_LOSS:g} %."
     )
 
 

@@ -5,7 +5,8 @@
 same figure for A against A measured again, with other batches. The limit is the margin times max(floor, `MIN_FLOOR`).
 A *yardstick* (`Rule.yardstick`) takes the floor's place where a change is known to cost something: it is the distance of A
 from a cache that people serve with, FP8 say. Two distances that went through the same lists are then compared, so both are
-the lower bounds: divergences between the tokens that both list and the rest as one.
+the lower bounds: divergences between the tokens that both list and the rest as one. A ratio to a small distance says nothing of its
+size, so the loss on the text may rise by `YARDSTICK_LOSS` of A's at most, in cold and in chunked prefill.
 PASS: the upper end of the interval of B's upper estimate is within the limit. FAIL: the lower end of the interval of
 its lower bound is beyond. INCONCLUSIVE: neither, or too few sequences for an interval. p99, largest value, flips of the
 most likely token and the loss on the text are reported beside it and decide nothing: on a given text they follow from
@@ -31,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from numinous_tooling.gate.accuracy import gsm8k
 from numinous_tooling.gate.accuracy.distance import (
     MIN_SEQUENCES,
@@ -47,6 +50,7 @@ from numinous_tooling.gate.verdict import Word
 
 MIN_FLOOR = 1e-5
 MIN_LOSS_FLOOR = 1e-3
+YARDSTICK_LOSS = 0.005
 DEFAULT_MARGIN = 3.0
 DEFAULT_EXACT_TOLERANCE = 0.02
 
@@ -129,6 +133,10 @@ def judge(
         positions[row] = distance, floor
         summaries = summarise(distance, rule.seed), summarise(floor, rule.seed)
         rows.append(judge_distance(row, label, *summaries, rule.margin, yardstick=rule.yardstick))
+        if rule.yardstick and row in ("cold", "chunked"):
+            base_loss = -float(np.mean(np.concatenate([s.logprobs for s in base.rows[row]])))
+            deltas = (summary.nll_delta for summary in summaries)
+            rows.append(judge_text_loss(row, label, *deltas, base_loss))
         if row == "gold":
             rows.append(judge_loss(summaries[0].nll_delta, summaries[1].nll_delta, rule.margin))
     if base.right and test.right and not rule.bit_exact:
@@ -178,6 +186,26 @@ def judge_loss(delta: Estimate, floor: Estimate, margin: float) -> RowVerdict:
     return RowVerdict(
         "gold_loss",
         "loss on GSM8K solutions",
+        word,
+        reason,
+        "nats/token",
+        delta.value,
+        delta.low,
+        delta.high,
+        floor.value,
+        limit,
+    )
+
+
+def judge_text_loss(
+    row: str, label: str, delta: Estimate, floor: Estimate, base_loss: float
+) -> RowVerdict:
+    """Judge by how much the loss per token on the text grew, as a share of A's loss."""
+    limit = YARDSTICK_LOSS * base_loss
+    word, reason = _word(delta.low, delta.high, limit, "loss")
+    return RowVerdict(
+        f"{row}_loss",
+        f"loss, {label}",
         word,
         reason,
         "nats/token",
