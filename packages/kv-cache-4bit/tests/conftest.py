@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from numinous_tooling.testing.engine import serve, tiny_model
+
+__all__ = ["engine", "hopper", "native_kernel", "reference_kernels", "serve", "tiny_model"]
+
 
 def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(

@@ -17,8 +17,10 @@ pytest.importorskip("scipy")
 pytest.importorskip("statsmodels")
 pytest.importorskip("matplotlib")
 
-from numinous_tooling.gate.__main__ import main
+from numinous_tooling.gate import kv4
+from numinous_tooling.gate.__main__ import COMMANDS, _parser, main
 from numinous_tooling.gate.accuracy import command, report
+from numinous_tooling.gate.record import record_of_run
 from numinous_tooling.gate.servers import free_port
 
 FAKE = Path(__file__).with_name("gate_fake_engine.py")
@@ -150,6 +152,53 @@ def test_the_limit_follows_the_floor(bench: Bench):
     floors = {row["row"]: row["floor"] for row in bench.document["rows"]}
     assert min(floors.values()) > 1e-4
     assert bench.main(b="--shift 0.02") == 1
+
+
+def test_a_yardstick_takes_the_place_of_the_floor(bench_with_page: Bench):
+    """B is as far from A as another stock arm, which would fail by the floor; four times that is too far for this margin."""
+    bench = bench_with_page
+    yardstick = ("--yardstick", "--shift 0.05", "--margin", "2")
+    assert bench.start(*yardstick, b="--shift 0.05") == 0
+    document = bench.document
+    assert document["method"]["yardstick"] == "--shift 0.05"
+    assert set(document["arms"]) == {"A", "B", "C"}
+    assert document["arms"]["C"]["command"][-1] == "0.05"
+    rows = {row["row"]: row for row in document["rows"]}
+    assert min(row["floor"] for row in rows.values() if row["unit"] == "nats") > 1e-4
+    for name in ("cold_loss", "chunked_loss"):
+        assert rows[name]["figure"] == rows[name]["floor"]
+        assert 0.005 < rows[name]["limit"] < 0.05, "half a percent of a loss of a few nats"
+    printed = bench.capsys.readouterr().out
+    assert "yardstick's flips" in printed
+    assert "Yardstick: stock with --shift 0.05 against A. PASS says" in printed
+    assert "at most 2 times as far" in (bench.out / "report.html").read_text()
+    document["arms"]["B"]["versions"] = {"sglang": "0.5.20"}
+    document["machine"]["gpus"] = []
+    kept = record_of_run("accuracy", document, bench.out)
+    assert kept["gpu"].startswith("cpu: ")
+    assert kept["yardstick"] == "--shift 0.05"
+    assert kept["cold_b_kl"] == kept["cold_yardstick_kl"] == kept["rows"][0]["floor"]
+    assert kept["hit_b_flips_percent"] == kept["hit_yardstick_flips_percent"] > 0
+
+
+def test_a_yardstick_can_be_missed(bench: Bench):
+    assert bench.start("--yardstick", "--shift 0.05", "--margin", "2", b="--shift 0.2") == 1
+    assert "cold prefill: distance beyond the limit" in bench.document["reasons"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_question_of_a_4_bit_cache_is_a_preset(device: str, monkeypatch: pytest.MonkeyPatch):
+    options = _parser().parse_args(["kv4", "--model", "m"])
+    assert (options.features, options.yardstick) == (kv4.FEATURE, kv4.YARDSTICK)
+    assert (options.margin, options.top_k) == (16.0, 1024)
+    options.device, options.flags_all = device, "--tp-size 2"
+    asked = []
+    monkeypatch.setattr(command, "run", lambda options, *of: asked.append(options.flags_all) or 7)
+    assert COMMANDS["kv4"].run(options, [], None, None) == 7
+    gpu = f"{kv4.GPU_FLAGS} " if device == "gpu" else ""
+    assert asked == [f"{gpu}--tp-size 2"]
+    again = _parser().parse_args(["accuracy"])
+    assert (again.features, again.yardstick, again.margin, again.top_k) == ("none", None, 3.0, None)
 
 
 def test_top_k_bounds_are_stated_and_decide(bench: Bench):
@@ -360,6 +409,12 @@ def test_a_row_that_cannot_be_measured_says_why(bench: Bench):
         (["--decode-tokens", "1"], "the first token comes from the prefill"),
         (["--tokens", "3"], "a sequence has at least 16 tokens"),
         (["--seed=-1"], "want a whole number from 0 on"),
+        (["--yardstick", "--some flag", "--bit-exact"], "has no meaning with --bit-exact"),
+        (["--yardstick", " "], "--yardstick names server flags"),
+        (
+            ["--url-a", "http://a", "--url-b", "http://b", "--yardstick", "--some flag"],
+            "--yardstick is for servers",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(bench: Bench, arguments, message):

@@ -29,6 +29,7 @@ from numinous_tooling.gate.accuracy.verdict import (
     judge_distance,
     judge_exact_match,
     judge_loss,
+    judge_text_loss,
 )
 from numinous_tooling.gate.errors import GateError
 
@@ -58,6 +59,33 @@ def test_a_row_is_judged_by_its_interval_against_the_floor(low, high, floor, wor
     judged = judge_distance("cold", "cold", distance(1e-4, low, high), distance(floor), margin=3.0)
     assert judged.word == word
     assert judged.limit == pytest.approx(3 * max(floor, MIN_FLOOR))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (1e-3, 3.9e-3, "PASS"),
+        (1e-3, 5e-3, "INCONCLUSIVE"),
+        (4.1e-3, 6e-3, "FAIL"),
+    ],
+)
+def test_a_yardstick_is_compared_by_lower_bounds(low, high, word):
+    zero = Estimate(0.0, 0.0, 0.0)
+    yard = Summary(Estimate(1e-3, None, None), Estimate(2e-3, None, None), zero, 2e-3, zero, zero, 100, 10, exact=False)  # fmt: skip
+    wide = Estimate(1.0, 0.9, 1.1)
+    own = Summary(Estimate(2e-3, low, high), wide, zero, 1.0, zero, zero, 100, 10, exact=False)
+    judged = judge_distance("cold", "cold", own, yard, 4.0, yardstick=True)
+    assert judged.word == word
+    assert judged.limit == pytest.approx(4e-3)
+    assert (judged.figure, judged.floor) == (2e-3, 1e-3)
+
+
+def test_beside_a_yardstick_the_loss_on_the_text_has_a_limit():
+    zero = Estimate(0.0, 0.0, 0.0)
+    for low, high, word in ((-0.1, 0.014, "PASS"), (0.016, 0.02, "FAIL"), (0.01, 0.02, "INCONCLUSIVE")):  # fmt: skip
+        judged = judge_text_loss("cold", "cold", Estimate(0.013, low, high), zero, base_loss=3.0)
+        assert (judged.word, judged.row) == (word, "cold_loss")
+        assert judged.limit == pytest.approx(0.015)
 
 
 def test_a_loss_that_shrinks_never_fails():

@@ -49,4 +49,20 @@ KERNELS = (
         peers=("flashmla-fp8", "gather-flashmla"),
         feature="kv4.mla_decode_fp8",
     ),
+    Kernel(
+        op="nvfp4_write",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.nvfp4_write:OP",
+        sentence="Quantises K and V of new tokens to NVFP4 with per-layer global scales and writes them at their slots, in one launch.",
+        arch=COMPILED,
+        peers=("sglang-fp8", "sglang-bf16", "sglang-nvfp4"),
+    ),
+    Kernel(
+        op="decode_attention_nvfp4",
+        package="kv-cache-4bit",
+        declared="numinous_kv_cache_4bit.workbench.decode_attention_nvfp4:OP",
+        sentence="Decode attention of MHA and GQA models on NVFP4 slots, decoded in the registers of the matrix product.",
+        arch=COMPILED,
+        peers=("sglang-fp8", "flashinfer-nvfp4", "fa3-fp8"),
+    ),
 )

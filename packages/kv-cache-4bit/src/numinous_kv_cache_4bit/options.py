@@ -50,3 +50,7 @@ DECODE = {
     for feature in (GLM_DSA, GLM_FLASH, MLA_DENSE)
 }
 """The option of each feature with 4-bit rows."""
+
+NVFP4_TRITON = "kv4.nvfp4_triton"
+CPU_PLATFORM = "numinous-cpu"
+"""Value of `SGLANG_PLATFORM` with which the engine serves on a CPU."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command line of the gates: `python -m numinous_tooling.gate serving | accuracy | cliff | compare | record [options]`.
+"""Command line of the gates: `python -m numinous_tooling.gate serving | accuracy | kv4 | cliff | compare | record [options]`.
 
 Exit codes: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, bad usage, or no verdict (a server died, the run was interrupted).
 """
@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from numinous_tooling.gate import cliff, compare, record, serving
+from numinous_tooling.gate import cliff, compare, kv4, record, serving
 from numinous_tooling.gate.accuracy import command as accuracy
 from numinous_tooling.gate.engaged import CountersReader, read_counters
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
@@ -21,6 +21,7 @@ from numinous_tooling.gate.servers import Interrupts
 COMMANDS = {
     "serving": serving,
     "accuracy": accuracy,
+    "kv4": kv4,
     "cliff": cliff,
     "compare": compare,
     "record": record,

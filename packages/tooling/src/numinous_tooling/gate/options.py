@@ -42,7 +42,7 @@ _SECRET = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)$",
     re.IGNORECASE,
 )
-FLAG_OPTIONS = ("--flags-all", "--flags-a", "--flags-b", "--arm-c-flags")
+FLAG_OPTIONS = ("--flags-all", "--flags-a", "--flags-b", "--arm-c-flags", "--yardstick")
 
 
 def add_server_options(parser: argparse.ArgumentParser, *, features: str | None) -> None:

@@ -2,8 +2,8 @@
 """``numinous gate record RUN…``: one evidence record for each finished run folder.
 
 Takes ``verdict.json`` (serving, accuracy) or ``cliff.json`` as it stands and adds nothing: what an older run did not
-write down is null. A run that names no GPU or no engine version is refused, since a figure without them says nothing;
-so is one that ended without a measurement, and one that is recorded already. Records go to ``evidence/gate/<kind>.jsonl``
+write down is null. A run that names no GPU or no engine version is refused, since a figure without them says nothing
+(an accuracy run with a yardstick may be one on a CPU: its figures are the model's); so is one that ended without a measurement, and one that is recorded already. Records go to ``evidence/gate/<kind>.jsonl``
 of the checkout around the working folder.
 
 A record holds the common fields of `numinous_tooling.evidence` (`package` is this one, whose gate it is; `gate` is the
@@ -11,7 +11,8 @@ verdict with its reasons), `features` with `packages` and their versions, `verdi
 
 - serving (`n`: requests of all arms): per arm ``a_…``, ``b_…`` output tok/s, median tok/s per user, median TTFT and TPOT;
   `changes`: per comparison, and in it per metric, the change with its interval, and the word;
-- accuracy (`n`: sequences): `rows`, each with figure, interval, floor, limit and word, and `plant`;
+- accuracy (`n`: sequences): `rows`, each with figure, interval, floor, limit and word, and `plant`; with a yardstick also its
+  flags, and of both arms and each row the divergence that decided and the share of flipped tokens;
 - cliff (`n`: probes): the `limit_tok_s_user`, and per arm the frontier.
 """
 
@@ -99,7 +100,8 @@ def record_of_run(kind: str, document: Mapping[str, Any], folder: Path) -> dict[
     """
     machine, arms = document["machine"], document["arms"]
     versions = arms["B"]["versions"] or {}
-    if not machine["gpus"]:
+    yardstick = kind == "accuracy" and document["method"].get("yardstick")
+    if not machine["gpus"] and not yardstick:
         raise GateError(f"{folder}: the run names no GPU; only runs on one are recorded")
     if not versions.get("sglang"):
         raise GateError(
@@ -118,7 +120,7 @@ def record_of_run(kind: str, document: Mapping[str, Any], folder: Path) -> dict[
         "provider": f"B {arms['B']['label']}{f', planted {plant}' if plant else ''} against A {arms['A']['label']}",
         "provider_version": versions["sglang"],
         # Of several names, all: which ones a server took is not known.
-        "gpu": ", ".join(dict.fromkeys(machine["gpus"])),
+        "gpu": ", ".join(dict.fromkeys(machine["gpus"])) or f"cpu: {machine['cpu']}",
         "driver": machine.get("driver"),
         "cuda": versions.get("cuda"),
         "torch": versions.get("torch"),
@@ -174,12 +176,21 @@ def _serving(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _accuracy(document: Mapping[str, Any]) -> dict[str, Any]:
     work = document["workload"]
+    more: dict[str, Any] = {}
+    if yardstick := document["method"].get("yardstick"):
+        more = {"yardstick": yardstick, "margin": document["method"]["margin"]}
+        for row in document["rows"]:
+            for arm, name in (("b", "distance"), ("yardstick", "floor_distance")):
+                if row[name]:
+                    more[f"{row['row']}_{arm}_kl"] = row[name]["kl_low"]["value"]
+                    more[f"{row['row']}_{arm}_flips_percent"] = 100 * row[name]["flips"]["value"]
     return {
         "case": f"{work['sequences']} sequences x {work['tokens']} tokens, {work['decode_tokens']} decoded, "
         f"{document['method']['distribution']}",
         "n": work["sequences"],
         "plant": document["plant"],
         "rows": [{name: row[name] for name in _ROW_FIELDS} for row in document["rows"]],
+        **more,
         **_counted(document["arms"]["B"]),
     }
 

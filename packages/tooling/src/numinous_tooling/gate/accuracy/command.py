@@ -63,6 +63,7 @@ TOP_LOGPROBS = 128
 LAUNCH_MODULE = "sglang.launch_server"
 # How long a server that broke off may take to be seen as ended.
 DEATH_WAIT_S = 2.0
+YARDSTICK = "C, the yardstick"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class AccuracyOptions:
         arms: A and B; empty where `urls` names running servers.
         plant: fault of arm B's server, or None.
         top_logprobs: length of the lists, or None for the default.
+        yardstick: server flags of arm C, whose distance from A stands in place of the floor; None for the floor.
     """
 
     arms: Mapping[str, Arm]
@@ -91,6 +93,7 @@ class AccuracyOptions:
     start_timeout_s: float
     stall_timeout_s: float
     command: str
+    yardstick: str | None = None
 
 
 @dataclass
@@ -108,8 +111,13 @@ def add_parser(commands: Any) -> None:
         help="force stock and patched along the same tokens, judge the distance of their distributions",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    shared.add_server_options(accuracy, features="none")
-    add = accuracy.add_argument
+    add_options(accuracy, features="none")
+
+
+def add_options(parser: argparse.ArgumentParser, features: str) -> None:
+    """Add the options of the command; `features` is the default of ``--features``."""
+    shared.add_server_options(parser, features=features)
+    add = parser.add_argument
     add(
         "--text",
         action="append",
@@ -173,6 +181,12 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="demand that every token and log-probability agrees in every bit",
     )
+    add(
+        "--yardstick",
+        metavar="FLAGS",
+        help="server flags of a third arm, stock: how far it is from A takes the place of the floor, such as "
+        "'--kv-cache-dtype fp8_e4m3'; give a --margin that fits",
+    )
     add("--plant", choices=tuple(FAULTS), help="plant a numeric fault in B's server; must FAIL")
     add("--url-a", metavar="URL", help="judge running servers instead of starting any: arm A")
     add("--url-b", metavar="URL", help="the same for arm B")
@@ -209,6 +223,8 @@ def _accuracy_options(options: argparse.Namespace, arguments: Sequence[str]) -> 
         raise GateError(f"--tokens {options.tokens}: a sequence has at least {MIN_TOKENS} tokens")
     if options.decode_tokens == 1:
         raise GateError("--decode-tokens 1: the first token comes from the prefill; want 2 or more")
+    if options.yardstick is not None and (options.bit_exact or not options.yardstick.strip()):
+        raise GateError("--yardstick names server flags, and has no meaning with --bit-exact")
     if options.seed < 0:
         raise GateError(f"--seed {options.seed}: want a whole number from 0 on")
     texts = load_texts(_text_paths(options.text))
@@ -230,9 +246,9 @@ def _accuracy_options(options: argparse.Namespace, arguments: Sequence[str]) -> 
         chunk = options.chunk or (GPU_CHUNK if gpu else CPU_CHUNK)
         # In front of the user's own flags: the engine takes the last.
         options.flags_all = f"--chunked-prefill-size={chunk} {options.flags_all}"
-        arms = shared.arms_of(options, features, model, gpu=gpu)
+        arms = shared.arms_of(options, features, model, gpu=gpu, flags_c=options.yardstick or "")
         template = shared.server_template(options)
-        templates = {"A": template, "B": _planted(template, options.plant)}
+        templates = {"A": template, "B": _planted(template, options.plant), "C": template}
     return AccuracyOptions(
         arms=arms,
         urls=urls,
@@ -244,12 +260,19 @@ def _accuracy_options(options: argparse.Namespace, arguments: Sequence[str]) -> 
         problems=problems,
         size=size,
         top_logprobs=options.top_k,
-        rule=Rule(options.margin, options.exact_tolerance, options.bit_exact, options.seed),
+        rule=Rule(
+            options.margin,
+            options.exact_tolerance,
+            options.bit_exact,
+            options.seed,
+            yardstick=options.yardstick is not None,
+        ),
         out=shared.out_folder(options),
         port_base=options.port_base,
         start_timeout_s=options.start_timeout,
         stall_timeout_s=options.stall_timeout,
         command=shared.command_text(arguments),
+        yardstick=options.yardstick,
     )
 
 
@@ -263,6 +286,7 @@ def _urls(options: argparse.Namespace, features: Sequence[str]) -> dict[str, str
         "--plant": bool(options.plant),
         "--server-command": bool(options.server_command),
         "--chunk": bool(options.chunk),
+        "--yardstick": options.yardstick is not None,
         "--flags-a, --flags-b, --flags-all": bool(
             options.flags_a or options.flags_b or options.flags_all
         ),
@@ -355,7 +379,11 @@ class _Run:
                 self.options.rule.seed,
             )
             base = self._measure("A", session, plan, again=False)
-            again = self._measure("A again", session, plan, again=True)
+            if self.options.yardstick is None:
+                again = self._measure("A again", session, plan, again=True)
+        if self.options.yardstick is not None:
+            with self._session("C") as session:
+                again = self._measure(YARDSTICK, session, plan, again=False)
         with self._session("B") as session:
             try:
                 test = self._measure("B", session, plan, again=False)
@@ -449,7 +477,7 @@ class _Run:
         state = options.out / f"state-{letter}"
         shutil.rmtree(state, ignore_errors=True)  # of a run that was killed
         state.mkdir()
-        index = "AB".index(letter)
+        index = "ABC".index(letter)
         port = free_port() if options.port_base is None else options.port_base + index
         assert options.model is not None
         server = Server(
@@ -480,8 +508,12 @@ class _Run:
 
     def _doubts(self) -> list[str]:
         doubts = []
-        if counted := self.facts["A"].counters | self.facts["A"].counters_at_start:
-            doubts.append(f"A is stock but shows counters of {', '.join(sorted(counted))}")
+        for letter in sorted(set(self.facts) - {"B"}):
+            facts = self.facts[letter]
+            if counted := facts.counters | facts.counters_at_start:
+                doubts.append(
+                    f"{letter} is stock but shows counters of {', '.join(sorted(counted))}"
+                )
         plant = self.options.plant
         if plant:
             # From the server's start on: a fault in a captured graph is counted at its capture alone, and a planted
@@ -502,7 +534,11 @@ class _Run:
         document["rows"] = [asdict(row) for row in verdict.rows]
         document["not_measured"] = {ROWS[row]: reason for row, reason in plan.missing.items()}
         document["notes"] = list(plan.notes)
-        document["engaged"] = {"A": base.engaged, "A again": again.engaged, "B": test.engaged}
+        document["engaged"] = {
+            "A": base.engaged,
+            "A again" if self.options.yardstick is None else YARDSTICK: again.engaged,
+            "B": test.engaged,
+        }
         problems = self.options.problems
         if problems is not None:
             document["gsm8k"] = {
@@ -534,6 +570,7 @@ class _Run:
                 "vocabulary": self.vocabulary,
                 "bit_exact": options.rule.bit_exact,
                 "margin": options.rule.margin,
+                "yardstick": options.yardstick,
                 "exact_tolerance": options.rule.exact_tolerance,
                 "seed": options.rule.seed,
             },

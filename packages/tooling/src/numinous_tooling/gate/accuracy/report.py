@@ -16,7 +16,7 @@ from numinous_tooling.gate.accuracy.command import AccuracyResult
 from numinous_tooling.gate.accuracy.distance import Positions
 from numinous_tooling.gate.accuracy.measure import ROWS
 from numinous_tooling.gate.accuracy.records import record_files
-from numinous_tooling.gate.accuracy.verdict import RowVerdict
+from numinous_tooling.gate.accuracy.verdict import YARDSTICK_LOSS, RowVerdict
 from numinous_tooling.gate.page import COLOURS, text_table
 
 ROW_HEAD = ["row", "B against A", "95 % interval", "floor", "limit", "unit", "verdict"]
@@ -32,6 +32,7 @@ DETAIL_HEAD = [
     "loss, nats/token",
     "floor's mean",
     "floor's max",
+    "floor's flips, %",
 ]
 # Divergences below it are drawn as if they were it.
 PLOT_FLOOR = 1e-12
@@ -72,7 +73,28 @@ def detail_cells(row: RowVerdict) -> list[str]:
         _short(own.nll_delta.value),
         _short(row.floor_distance.kl_high.value),
         _short(row.floor_distance.kl_max),
+        f"{row.floor_distance.flips.value * 100:.2f}",
     ]
+
+
+def head(names: Sequence[str], document: Mapping[str, Any]) -> list[str]:
+    """Return the names of columns: a yardstick is no floor."""
+    if document["method"]["yardstick"] is None:
+        return list(names)
+    return [name.replace("floor", "yardstick") for name in names]
+
+
+def meaning(document: Mapping[str, Any]) -> str:
+    """Return what the floor of this run is, in one sentence."""
+    yardstick = document["method"]["yardstick"]
+    if yardstick is None:
+        return "Floor: stock measured again with other batches."
+    return (
+        f"Yardstick: stock with {yardstick} against A. PASS says that B moves the distributions at most "
+        f"{document['method']['margin']:g} times as far, "
+        "by the lower bounds of both, and raises the loss on the text by at most "
+        f"{100 * YARDSTICK_LOSS:g} %."
+    )
 
 
 def headline(document: Mapping[str, Any]) -> str:
@@ -103,10 +125,12 @@ def terminal_text(result: AccuracyResult, out: Path) -> str:
     """Return the summary for the terminal, verdict last."""
     verdict, document = result.verdict, result.document
     lines = [headline(document), ""]
-    lines += text_table([ROW_HEAD, *map(row_cells, verdict.rows)])
+    lines += text_table([head(ROW_HEAD, document), *map(row_cells, verdict.rows)])
     details = [row for row in verdict.rows if row.distance is not None]
     if details:
-        lines += ["", *text_table([DETAIL_HEAD, *map(detail_cells, details)])]
+        lines += ["", *text_table([head(DETAIL_HEAD, document), *map(detail_cells, details)])]
+    if document["method"]["yardstick"] is not None:
+        lines += ["", meaning(document)]
     lines += ["", *notes(document, verdict.rows)]
     lines += [
         "",
@@ -123,23 +147,26 @@ def write_html(result: AccuracyResult, out: Path) -> None:
     parts = [
         page.paragraphs([headline(document)]),
         page.bullets(verdict.reasons),
-        page.table(ROW_HEAD, map(row_cells, verdict.rows)),
+        page.table(head(ROW_HEAD, document), map(row_cells, verdict.rows)),
         page.bullets(notes(document, verdict.rows)),
     ]
     if details:
         parts += [
             "<h2>Distances</h2>",
-            page.table(DETAIL_HEAD, map(detail_cells, details)),
+            page.table(head(DETAIL_HEAD, document), map(detail_cells, details)),
             page.paragraphs(
                 [
-                    "KL(A || B) per position in nats. Floor: stock measured again with other batches. Intervals: "
+                    f"KL(A || B) per position in nats. {meaning(document)} Intervals: "
                     "bootstrap over sequences. At least / at most: lower bound from the listed tokens, upper estimate "
                     "if no unlisted token changed by more than the listed ones; they agree where the whole "
                     "vocabulary is listed."
                 ]
             ),
             "<h2>KL histogram</h2>",
-            page.image(histograms(verdict.positions), "histograms of the KL divergence per row"),
+            page.image(
+                histograms(verdict.positions, document["method"]["yardstick"]),
+                "histograms of the KL divergence per row",
+            ),
         ]
     shown = ("model", "method", "workload", "arms", "engaged", "machine", "git", "started_utc")
     environment = {key: document[key] for key in (*shown, "elapsed_s")}
@@ -150,7 +177,9 @@ def write_html(result: AccuracyResult, out: Path) -> None:
     page.write(out / "report.html", "Accuracy gate", verdict.word, parts)
 
 
-def histograms(positions: Mapping[str, tuple[Positions, Positions]]) -> Figure:
+def histograms(
+    positions: Mapping[str, tuple[Positions, Positions]], yardstick: str | None
+) -> Figure:
     """Draw how the divergence is distributed over positions, one panel per row, arm B over the floor."""
     figure = Figure(figsize=(11, 1 + 1.7 * len(positions)), layout="constrained")
     panels: list[Axes] = list(figure.subplots(len(positions), 1, sharex=True, squeeze=False)[:, 0])
@@ -167,7 +196,7 @@ def histograms(positions: Mapping[str, tuple[Positions, Positions]]) -> Figure:
             color="#999999",
             alpha=0.6,
             histtype="stepfilled",
-            label="A against A (floor)",
+            label=f"stock {yardstick} against A" if yardstick else "A against A (floor)",
         )
         axes.hist(
             own, edges, color=COLOURS["B"], alpha=0.6, histtype="stepfilled", label="B against A"

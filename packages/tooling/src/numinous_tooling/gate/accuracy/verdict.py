@@ -3,6 +3,10 @@
 
 **Rows of distributions.** The distance of arm B is the mean over positions of KL(A || B), in nats. The floor is the
 same figure for A against A measured again, with other batches. The limit is the margin times max(floor, `MIN_FLOOR`).
+A *yardstick* (`Rule.yardstick`) takes the floor's place where a change is known to cost something: it is the distance of A
+from a cache that people serve with, FP8 say. Two distances that went through the same lists are then compared, so both are
+the lower bounds: divergences between the tokens that both list and the rest as one. A ratio to a small distance says nothing of its
+size, so the loss on the text may rise by `YARDSTICK_LOSS` of A's at most, in cold and in chunked prefill.
 PASS: the upper end of the interval of B's upper estimate is within the limit. FAIL: the lower end of the interval of
 its lower bound is beyond. INCONCLUSIVE: neither, or too few sequences for an interval. p99, largest value, flips of the
 most likely token and the loss on the text are reported beside it and decide nothing: on a given text they follow from
@@ -28,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from numinous_tooling.gate.accuracy import gsm8k
 from numinous_tooling.gate.accuracy.distance import (
     MIN_SEQUENCES,
@@ -44,18 +50,24 @@ from numinous_tooling.gate.verdict import Word
 
 MIN_FLOOR = 1e-5
 MIN_LOSS_FLOOR = 1e-3
+YARDSTICK_LOSS = 0.005
 DEFAULT_MARGIN = 3.0
 DEFAULT_EXACT_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides: the margin over the floor, the loss of exact match to be seen, and whether bits must agree."""
+    """What decides: the margin over the floor, the loss of exact match to be seen, and whether bits must agree.
+
+    Args:
+        yardstick: the floor is another arm's distance from A.
+    """
 
     margin: float = DEFAULT_MARGIN
     exact_tolerance: float = DEFAULT_EXACT_TOLERANCE
     bit_exact: bool = False
     seed: int = 0
+    yardstick: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,23 +132,36 @@ def judge(
             continue
         positions[row] = distance, floor
         summaries = summarise(distance, rule.seed), summarise(floor, rule.seed)
-        rows.append(judge_distance(row, label, *summaries, rule.margin))
+        rows.append(judge_distance(row, label, *summaries, rule.margin, yardstick=rule.yardstick))
+        if rule.yardstick and row in ("cold", "chunked"):
+            base_loss = -float(np.mean(np.concatenate([s.logprobs for s in base.rows[row]])))
+            deltas = (summary.nll_delta for summary in summaries)
+            rows.append(judge_text_loss(row, label, *deltas, base_loss))
         if row == "gold":
             rows.append(judge_loss(summaries[0].nll_delta, summaries[1].nll_delta, rule.margin))
     if base.right and test.right and not rule.bit_exact:
         outcome = gsm8k.exact_match(base.right, test.right)
         floor_match = gsm8k.exact_match(base.right, again.right)
         rows.append(judge_exact_match(outcome, floor_match, rule.exact_tolerance))
-    word, reasons = _overall(rows, [*failures], [*doubts, *_cache_doubts(base, again, test)])
+    cache = _cache_doubts("C" if rule.yardstick else "A again", base, again, test)
+    word, reasons = _overall(rows, [*failures], [*doubts, *cache])
     return Verdict(word, reasons, tuple(rows), positions)
 
 
 def judge_distance(
-    row: str, label: str, distance: Summary, floor: Summary, margin: float
+    row: str,
+    label: str,
+    distance: Summary,
+    floor: Summary,
+    margin: float,
+    *,
+    yardstick: bool = False,
 ) -> RowVerdict:
-    """Judge a row of distributions by its mean divergence."""
-    limit = margin * max(floor.kl_high.value, MIN_FLOOR)
-    low, high = distance.kl_low.low, distance.kl_high.high
+    """Judge a row of distributions by its mean divergence; `yardstick`: see `Rule`."""
+    least = floor.kl_low if yardstick else floor.kl_high
+    own = distance.kl_low if yardstick else distance.kl_high
+    limit = margin * max(least.value, MIN_FLOOR)
+    low, high = distance.kl_low.low, own.high
     word, reason = _word(low, high, limit, "distance")
     return RowVerdict(
         row,
@@ -144,10 +169,10 @@ def judge_distance(
         word,
         reason,
         "nats",
-        distance.kl_high.value,
+        own.value,
         low,
         high,
-        floor.kl_high.value,
+        least.value,
         limit,
         distance=distance,
         floor_distance=floor,
@@ -161,6 +186,26 @@ def judge_loss(delta: Estimate, floor: Estimate, margin: float) -> RowVerdict:
     return RowVerdict(
         "gold_loss",
         "loss on GSM8K solutions",
+        word,
+        reason,
+        "nats/token",
+        delta.value,
+        delta.low,
+        delta.high,
+        floor.value,
+        limit,
+    )
+
+
+def judge_text_loss(
+    row: str, label: str, delta: Estimate, floor: Estimate, base_loss: float
+) -> RowVerdict:
+    """Judge by how much the loss per token on the text grew, as a share of A's loss."""
+    limit = YARDSTICK_LOSS * base_loss
+    word, reason = _word(delta.low, delta.high, limit, "loss")
+    return RowVerdict(
+        f"{row}_loss",
+        f"loss, {label}",
         word,
         reason,
         "nats/token",
@@ -233,9 +278,9 @@ def _judge_bits(
     return RowVerdict(row, label, word, reason, "bits")
 
 
-def _cache_doubts(*measurements: Measurement) -> list[str]:
+def _cache_doubts(second: str, *measurements: Measurement) -> list[str]:
     doubts = []
-    for name, measured in zip(("A", "A again", "B"), measurements, strict=True):
+    for name, measured in zip(("A", second, "B"), measurements, strict=True):
         cached = {
             row: sum(scores.cached for scores in measured.rows.get(row, ()))
             for row in ("cold", "chunked")

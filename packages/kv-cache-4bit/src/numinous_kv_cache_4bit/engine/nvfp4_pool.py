@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool of ``kv4.nvfp4_triton``: the engine's MHA pool with packed E2M1 and E4M3 block scales in buffers of their own.
+
+Imported where the engine builds its pool, not before: its class derives from the engine's.
+
+Whatever copies slots carries data and scales: moves, host copies of retracted requests. Registration for another server is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+
+from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
+from numinous_kv_cache_4bit.kernels import nvfp4_write
+from numinous_kv_cache_4bit.options import NVFP4_TRITON
+from numinous_tooling.numerics import NVFP4_BLOCK, dequantize_nvfp4
+
+HostCopy = list[list[list[torch.Tensor]]]
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of a layer: keys, values, scales of keys, scales of values."""
+
+
+class Nvfp4Pool(MHATokenToKVPool):
+    """What the engine takes for a pool of `dtype`.
+
+    Per layer `k_buffer` and `v_buffer` are uint8 [slots, heads, D / 2], low nibble = even column, `k_scale_buffer` and `v_scale_buffer` uint8
+    [slots, heads, D / 16], E4M3 codes. What readers of `get_key_buffer` get has the shape and dtype of a plain pool and no memory
+    (device ``meta``): reading it fails. Only with a shadow, and within `attending`, it is the shadow.
+
+    Args:
+        shadowed: whether the backend reads whole buffers by slot.
+        args, named: of `MHATokenToKVPool`.
+    """
+
+    def __init__(self, *args: Any, shadowed: bool, **named: Any) -> None:
+        self.shadowed = shadowed
+        super().__init__(*args, **named)
+        # The other way needs a warm-up launch; this one carries scales too.
+        self.use_native_move_kv_cache = True
+
+    def _create_buffers(self) -> None:
+        if self.kv_cache_layout != "nhd" or self.use_hnd:
+            feature.refuse("SGLANG_USE_HND_KVCACHE and other layouts are not covered")
+        slots = self.size + self.page_size
+        shape = (slots, self.head_num, self.head_dim)
+        widths = (self.head_dim // 2, self.head_dim // NVFP4_BLOCK)
+        self.k_buffer, self.v_buffer, self.k_scale_buffer, self.v_scale_buffer = (
+            [
+                torch.zeros((*shape[:2], width), dtype=torch.uint8, device=self.device)
+                for _ in range(self.layer_num)
+            ]
+            for width in (widths[0], widths[0], widths[1], widths[1])
+        )
+        self.dq_k_buffer = self.dq_v_buffer = None
+        self.store_dtype = torch.uint8
+        self.shadow: list[torch.Tensor] = []
+        if self.shadowed:
+            self.shadow = [
+                torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)
+            ]
+        self._unread = torch.empty(shape, dtype=self.dtype, device="meta")
+        self._batch: tuple[int, torch.Tensor, Any] | None = None
+        self._in_shadow = False
+        self._kv_buffer_descs = self._build_kv_buffer_descs()
+        self._init_data_ptrs_and_strides()
+
+    def _clear_buffers(self) -> None:
+        super()._clear_buffers()
+        del self.shadow
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        k, v = super().get_kv_size_bytes()
+        shadow = self.shadow[0].nbytes if self.shadow else 0
+        return k + shadow, v + shadow
+
+    @property
+    def attended(self) -> Buffers:
+        """Those of the layer that is attended to."""
+        if self._batch is None:
+            raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
+        feature.count.engaged()
+        return self._of(self._batch[0])
+
+    def _of(self, layer_id: int) -> Buffers:
+        at = layer_id - self.start_layer
+        return (
+            self.k_buffer[at],
+            self.v_buffer[at],
+            self.k_scale_buffer[at],
+            self.v_scale_buffer[at],
+        )
+
+    # --- Write ---
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        layer_id_override: int | None = None,
+        dcp_kv_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Quantise from bf16 and write; slot 0, which takes padding, and ids that are none of the pool's are skipped.
+
+        Args:
+            loc_info: int32 or int64 [T], alone or with what the engine wraps it in.
+            cache_k, cache_v: [T, heads, D], rounded to bf16 first; left as they are.
+            k_scale, v_scale: None; a checkpoint with scales does not come here.
+        """
+        if dcp_kv_mask is not None or k_scale is not None or v_scale is not None:
+            raise RuntimeError(f"{NVFP4_TRITON}: scales of a checkpoint and dcp are not covered")
+        loc, _, _ = unwrap_write_loc(loc_info)
+        self._in_shadow = False
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        write(self._of(layer_id), loc, cache_k, cache_v)
+
+    def set_kv_buffer_prefix_valid(self, *args: Any, **named: Any) -> None:
+        raise RuntimeError(
+            f"{NVFP4_TRITON}: commits of a draft's block are not covered (DFLASH, DSpark)"
+        )
+
+    # --- Read ---
+
+    @contextmanager
+    def attending(self, layer_id: int, table: torch.Tensor, batch: Any) -> Iterator[None]:
+        """One layer's attention over a batch.
+
+        Args:
+            table: the engine's `req_to_token`, int32 [requests, tokens].
+            batch: `ForwardBatch`.
+        """
+        self._batch, self._in_shadow = (layer_id, table, batch), False
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def decoded(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of slots of the layer that is attended to, [n, heads, D] in `dtype`; at least one row.
+
+        Args:
+            slots: int32 or int64 [n], all within the pool.
+        """
+        if not len(slots):
+            slots = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return read(self.attended, slots, self.dtype)
+
+    def _shadow_of(self, layer_id: int) -> list[torch.Tensor]:
+        if self._batch is None or not self.shadow:
+            return [self._unread] * 2
+        attended, table, batch = self._batch
+        if attended != layer_id:
+            raise RuntimeError(
+                f"{NVFP4_TRITON}: layer {attended} reads the cache of layer {layer_id}"
+            )
+        if not self._in_shadow:
+            lengths = batch.seq_lens.tolist()
+            rows = table[batch.req_pool_indices]
+            slots = torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])
+            for shadow, values in zip(self.shadow, self.decoded(slots.long()), strict=True):
+                shadow[slots.long()] = values[: len(slots)]
+            self._in_shadow = True
+        return self.shadow
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._shadow_of(layer_id)[0]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        return self._shadow_of(layer_id)[1]
+
+    # --- Copies ---
+
+    def get_cpu_copy(
+        self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
+    ) -> HostCopy:
+        """Data and scales of slots: by layer, by chunk of slots, keys, values and the scales of both."""
+        chunks = indices.split(self.cpu_offloading_chunk_size)
+        return [
+            [[each[chunk].cpu() for each in self._of(self.start_layer + at)] for chunk in chunks]
+            for at in range(self.layer_num)
+        ]
+
+    def load_cpu_copy(
+        self,
+        kv_cache_cpu: HostCopy,
+        indices: torch.Tensor,
+        mamba_indices: Any = None,
+        req_pool_index: Any = None,
+    ) -> None:
+        """Write what `get_cpu_copy` gave, at other slots."""
+        chunks = indices.split(self.cpu_offloading_chunk_size)
+        for at, layer in enumerate(kv_cache_cpu):
+            for chunk, copies in zip(chunks, layer, strict=True):
+                for buffer, copy in zip(self._of(self.start_layer + at), copies, strict=True):
+                    buffer[chunk] = copy.to(buffer.device)
+
+    def get_contiguous_buf_infos(self) -> Any:
+        raise RuntimeError(f"{NVFP4_TRITON}: disaggregation is not covered")
+
+
+def write(buffers: Buffers, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Quantise new tokens and write them at their slots; see `Nvfp4Pool.set_kv_buffer`."""
+    heads = buffers[0].shape[1]
+    new_k, new_v = (x[: len(loc)].view(len(loc), heads, -1).to(torch.bfloat16) for x in (k, v))
+    if loc.is_cuda:
+        nvfp4_write.nvfp4_write(new_k, new_v, loc, *buffers)
+    else:
+        nvfp4_write.reference(new_k, new_v, loc, *buffers)
+
+
+def read(
+    buffers: Buffers, slots: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of slots, [n, heads, D], exactly."""
+    k, v, k_scales, v_scales = (each[slots] for each in buffers)
+    return dequantize_nvfp4(k, k_scales, dtype=dtype), dequantize_nvfp4(v, v_scales, dtype=dtype)
