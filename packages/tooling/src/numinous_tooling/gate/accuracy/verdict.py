@@ -135,8 +135,8 @@ def judge(
         rows.append(judge_distance(row, label, *summaries, rule.margin, yardstick=rule.yardstick))
         if rule.yardstick and row in ("cold", "chunked"):
             base_loss = -float(np.mean(np.concatenate([s.logprobs for s in base.rows[row]])))
-            deltas = (summary.nll_delta for summary in summaries)
-            rows.append(judge_text_loss(row, label, *deltas, base_loss))
+            own, least = (summary.nll_delta for summary in summaries)
+            rows.append(judge_text_loss(row, label, own, least, base_loss))
         if row == "gold":
             rows.append(judge_loss(summaries[0].nll_delta, summaries[1].nll_delta, rule.margin))
     if base.right and test.right and not rule.bit_exact:
