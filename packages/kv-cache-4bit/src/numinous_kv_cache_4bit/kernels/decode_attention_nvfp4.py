@@ -248,7 +248,7 @@ def _store_out(at, value, mask, PARTS: tl.constexpr, NATIVE: tl.constexpr):
         tl.store(at, encode_bf16(value, NATIVE).to(tl.bfloat16, bitcast=True), mask=mask)
 
 
-@triton.jit(do_not_specialize=["slots", "splits", "window", "heads"])
+@triton.jit(do_not_specialize=["slots", "entries", "splits", "window", "heads"])
 def _decode_kernel(
     q_ptr,  # bf16 [B, heads, K_DIM]
     k_ptr,  # uint16 [slots, kv heads, K_DIM / 4]
@@ -275,6 +275,7 @@ def _decode_kernel(
     out_request_stride,
     out_head_stride,
     slots,
+    entries,  # of indices
     splits,
     window,  # 0 for none
     heads,
@@ -301,7 +302,8 @@ def _decode_kernel(
     head = kv_head * GROUP + member
 
     first = tl.load(indptr_ptr + request).to(tl.int64)
-    length = (tl.load(indptr_ptr + request + 1).to(tl.int64) - first).to(tl.int32)
+    last = tl.minimum(tl.load(indptr_ptr + request + 1).to(tl.int64), entries)
+    length = (last - first).to(tl.int32)
     if window > 0:
         first += tl.maximum(length - window, 0)
         length = tl.minimum(length, window)
@@ -525,6 +527,7 @@ def _launch(call: _Call) -> None:
         *v_scales.stride()[:2],
         *call.out.stride()[:2],
         call.k_buffer.shape[0],
+        len(call.indices),
         splits,
         call.window,
         heads,
@@ -612,7 +615,7 @@ def decode_attention_nvfp4(
         k_buffer, v_buffer: uint8 [slots, Hkv, D / 2].
         k_scale_buffer, v_scale_buffer: uint8 [slots, Hkv, D / 16].
         kv_indptr: int32 or int64 [B + 1 or more], ascending; what follows B + 1 entries is not read.
-        kv_indices: int32 or int64 [n], n at least kv_indptr[B].
+        kv_indices: int32 or int64 [n]; lists end at n. Both tables are copied where they are strided.
         sm_scale: positive; multiplies scores.
         k_global_scale, v_global_scale: a number in 2^-64 … 2^64, or an fp32 tensor of one element on the device, which is not read back.
         window: the last so many entries of each list are seen, the query's own among them; None sees all.
@@ -726,7 +729,8 @@ def _checked(
         torch.empty((requests, heads), dtype=torch.float32, device=q.device) if return_lse else None
     )
     return _Call(
-        q, k_buffer, v_buffer, k_scales, v_scales, indptr, indices, sinks, out, lse, sm_scale * k_number, v_number,
+        q, k_buffer, v_buffer, k_scales, v_scales, indptr.contiguous(), indices.contiguous(), sinks, out, lse,
+        sm_scale * k_number, v_number,
         k_tensor, v_tensor, 0 if window is None else window, logit_cap, splits,
     )  # fmt: skip
 
