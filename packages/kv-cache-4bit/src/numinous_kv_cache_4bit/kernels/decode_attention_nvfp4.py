@@ -430,9 +430,8 @@ def _join_kernel(
         now = tl.maximum(most, own)
         base = tl.where(now == float("-inf"), 0.0, now)
         shrink, weight = tl.exp2(most - base), tl.exp2(own - base)
-        width = tl.where(
-            own == float("-inf"), 0, DIM
-        )  # nothing was written for a split without tokens
+        # Nothing was written for a split without tokens.
+        width = tl.where(own == float("-inf"), 0, DIM)
         part = tl.load(part_ptr + line * DIM + column, mask=column < width, other=0.0)
         total = total * shrink + weight
         out = out * shrink + part * weight
