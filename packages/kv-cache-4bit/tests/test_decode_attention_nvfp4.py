@@ -40,7 +40,7 @@ def _decode_all(words_ptr, scales_ptr, out_ptr, NATIVE: tl.constexpr):  # type: 
     row = tl.arange(0, 512)
     second = kernels._second(scales_ptr, row.shape[0] < 1, 16)
     parts = kernels._tile(
-        words_ptr, scales_ptr, row.to(tl.int64), row >= 0, 16, 2, second, 512, 64, 16, NATIVE
+        words_ptr, scales_ptr, row.to(tl.int64), row >= 0, 16, 2, second, 1, 1, 512, 64, 16, NATIVE
     )
     to = out_ptr + row[:, None] * 64 + tl.arange(0, 16)[None, :] * 4
     for i in tl.static_range(4):

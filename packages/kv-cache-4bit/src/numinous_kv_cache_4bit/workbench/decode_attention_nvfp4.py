@@ -370,17 +370,17 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
     strides = {
         "q_request_stride": case.heads * case.k_dim,
         "q_head_stride": case.k_dim,
-        "k_slot_stride": case.kv_heads * case.k_dim // 4,
-        "k_head_stride": case.k_dim // 4,
-        "v_slot_stride": case.kv_heads * case.v_dim // 4,
-        "v_head_stride": case.v_dim // 4,
-        "k_scales_slot_stride": case.kv_heads * case.k_dim // 32,
-        "k_scales_head_stride": case.k_dim // 32,
-        "v_scales_slot_stride": case.kv_heads * case.v_dim // 32,
-        "v_scales_head_stride": case.v_dim // 32,
         "out_request_stride": case.heads * case.v_dim,
         "out_head_stride": case.v_dim,
     }
+    units = {}
+    for part, dim, divisor in (
+        ("k", case.k_dim, 4), ("v", case.v_dim, 4), ("k_scales", case.k_dim, 32), ("v_scales", case.v_dim, 32),
+    ):  # fmt: skip
+        units[f"{part.upper()}_UNIT"] = unit = math.gcd(8, dim // divisor)
+        strides[f"{part}_slot_stride"] = case.kv_heads * dim // divisor // unit
+        strides[f"{part}_head_stride"] = dim // divisor // unit
+    ones = {name: 1 for name, stride in strides.items() if stride == 1}
     group = case.heads // case.kv_heads
     made = plan(group, case.k_dim, case.v_dim)
     return TritonBinary(
@@ -388,10 +388,12 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
         kernel=f"{KERNELS}:_decode_kernel",
         signature={
             **pointers,
-            **dict.fromkeys((*strides, "slots", "entries", "splits", "window", "heads"), "i32"),
+            **dict.fromkeys((*(strides.keys() - ones), "slots", "entries", "splits", "window", "heads"), "i32"),
             **dict.fromkeys(("sm_scale", "logit_cap", "v_global"), "fp32"),
         },
         constants={
+            **ones,
+            **units,
             "sink_ptr": None,
             "k_global_ptr": None,
             "v_global_ptr": None,
