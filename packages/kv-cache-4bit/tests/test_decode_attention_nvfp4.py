@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import (
 )
 from numinous_kv_cache_4bit.kernels.nvfp4_write import encode
 from numinous_kv_cache_4bit.workbench.decode_attention_nvfp4 import OP, Case, make_inputs
-from numinous_tooling.numerics import dequantize_nvfp4
+from numinous_tooling.numerics import decode_e2m1, decode_e4m3fn, dequantize_nvfp4
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool
 
@@ -37,7 +40,7 @@ def _decode_all(words_ptr, scales_ptr, out_ptr, NATIVE: tl.constexpr):  # type: 
     row = tl.arange(0, 512)
     second = kernels._second(scales_ptr, row.shape[0] < 1, 16)
     parts = kernels._tile(
-        words_ptr, scales_ptr, row.to(tl.int64), row >= 0, 16, 2, second, 512, 64, 16, NATIVE
+        words_ptr, scales_ptr, row.to(tl.int64), row >= 0, 16, 2, second, 1, 1, 512, 64, 16, NATIVE
     )
     to = out_ptr + row[:, None] * 64 + tl.arange(0, 16)[None, :] * 4
     for i in tl.static_range(4):
@@ -69,24 +72,99 @@ def test_decodes_everything(gpu: torch.device) -> None:
     _decodes_everything(gpu)
 
 
-def test_the_packed_decoding_by_hand() -> None:
-    """What the PTX of `_planes` does to a register of two words, instruction by instruction, for every word."""
+Registers = dict[str, torch.Tensor]
+
+
+def _byte(registers: Registers, source: str, second: str, index: int) -> torch.Tensor:
+    value = _operand(registers, source if index < 4 else second)
+    return value >> (8 * (index % 4)) & 0xFF
+
+
+def _operand(registers: Registers, text: str) -> torch.Tensor:
+    return registers[text] if text in registers else torch.tensor(int(text, 0))
+
+
+def _halves(register: torch.Tensor) -> torch.Tensor:
+    parts = torch.stack([register & 0xFFFF, register >> 16], dim=-1)
+    return parts.to(torch.int32).to(torch.uint16).view(torch.float16)
+
+
+def _from_halves(halves: torch.Tensor) -> torch.Tensor:
+    bits = halves.view(torch.uint16).long()
+    return bits[..., 0] | (bits[..., 1] << 16)
+
+
+SIMPLE: dict[str, Callable[..., torch.Tensor]] = {
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
+    "and.b32": lambda a, b: a & b,
+    "lop3.b32": lambda a, b, c, table: _lop3(a, b, c, int(table)),
+}
+
+
+def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
+    """Any function of three bits: bit 4 a + 2 b + c of `table` says what it gives."""
+    made = torch.zeros_like(a)
+    for index in range(8):
+        if table >> index & 1:
+            made |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+    return made & 0xFFFFFFFF
+
+
+def _run_ptx(text: str, registers: Registers) -> None:
+    """The instructions that `_planes` uses, by the PTX manual, on 32-bit registers held in int64."""
+    for line in text.replace("\n", " ").strip("{} ").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        to, *args = [part.strip() for part in re.split(r",(?![^{]*})", rest)]
+        if name == "prmt.b32":
+            value = registers[args[0]]
+            selector = _operand(registers, args[2])
+            made = torch.zeros_like(value)
+            for index in range(4):
+                nibble = selector >> (4 * index) & 15
+                for choice in nibble.unique().tolist():
+                    assert choice < 8, "sign replication"
+                    byte = _byte(registers, args[0], args[1], choice) << (8 * index)
+                    made |= torch.where(nibble == choice, byte, 0)
+            registers[to] = made
+        elif name == "mov.b32":
+            low, high = to.strip("{}").split(",")
+            registers[low.strip()] = registers[args[0]] & 0xFFFF
+            registers[high.strip()] = registers[args[0]] >> 16
+        elif name == "cvt.rn.f16x2.e4m3x2":
+            codes = torch.stack([registers[args[0]] & 0xFF, registers[args[0]] >> 8], dim=-1)
+            registers[to] = _from_halves(decode_e4m3fn(codes.to(torch.uint8)).half())
+        elif name == "mul.rn.f16x2":
+            registers[to] = _from_halves(_halves(registers[args[0]]) * _halves(registers[args[1]]))
+        else:
+            registers[to] = SIMPLE[name](*(_operand(registers, arg) for arg in args))
+
+
+@pytest.mark.parametrize("selector", [kernels.FIRST.value, kernels.SECOND.value])
+def test_the_ptx_of_the_decoding(selector: int) -> None:
+    """The text itself, instruction by instruction: every word beside another word, under several scales."""
+    text = re.search(r'"""(\{.*?)"""', inspect.getsource(kernels._planes.fn), re.DOTALL)
+    assert text is not None
     word = torch.arange(2**16)
-    register = word | ((word * 40503 % 2**16) << 16)  # another word beside it
-    odd = ((register >> 3) & 0x0E0E0E0E) | (register & 0x80808080)
-    even = (((register << 1) & 0xFFFFFFFF) & 0x0E0E0E0E) | ((register << 4) & 0x80808080)
-
-    def low_bytes_up(x: torch.Tensor) -> torch.Tensor:  # prmt 0x2404
-        return ((x & 0xFF) << 8) | ((x >> 16 & 0xFF) << 24)
-
-    planes = (low_bytes_up(even), low_bytes_up(odd), even & 0xFF00FF00, odd & 0xFF00FF00)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    table = torch.cat([table, -table]) * 2.0**-14
-    for column, plane in enumerate(planes):
-        for half in (0, 16):
-            got = (plane >> half & 0xFFFF).to(torch.uint16).view(torch.float16).float()
-            want = table[(register >> half >> (4 * column)) & 15]
-            assert_bitwise_equal(f"column {column}, half {half}", got, want)
+    scales = torch.randint(0, 256, (4, 2**16), generator=torch.Generator().manual_seed(0))
+    words = (word, word * 40503 % 2**16)
+    registers: Registers = {
+        "$4": words[0] | (words[1] << 16),
+        "$5": scales[0] | (scales[1] << 8) | (scales[2] << 16) | (scales[3] << 24),
+        "$6": torch.tensor(selector | (selector << 16)),
+    }
+    _run_ptx(text.group(1), registers)
+    for column in range(4):
+        halves = _halves(registers[f"${column}"]).float()
+        for half in (0, 1):
+            scale = scales[2 * half + (selector == kernels.SECOND.value)].to(torch.uint8)
+            code = (words[half] >> (4 * column)).to(torch.uint8)
+            want = decode_e2m1(code) * decode_e4m3fn(scale) * kernels.HELD.value
+            assert_bitwise_equal(
+                f"column {column}, half {half}", halves[:, half], want, any_nan=True
+            )
 
 
 # --- Splits -----------------------------------------------------------------------------------------------------------
@@ -101,14 +179,13 @@ def test_splits() -> None:
 
 
 @pytest.mark.tier("interpret")
-@pytest.mark.parametrize("splits", [2, 9])
-def test_splits_agree(splits: int) -> None:
+def test_splits_agree() -> None:
     """More splits than tiles leave parts without tokens, which are not written."""
     case = Case(1, 2, 1, 150, 64, 64, sink="float32")
     inputs = make_inputs(case, 3, torch.device("cpu"))
     inputs = {name: value for name, value in inputs.items() if name != "out"}
     one = decode_attention_nvfp4(**inputs, sm_scale=0.125, return_lse=True, splits=1)
-    other = decode_attention_nvfp4(**inputs, sm_scale=0.125, return_lse=True, splits=splits)
+    other = decode_attention_nvfp4(**inputs, sm_scale=0.125, return_lse=True, splits=9)
     torch.testing.assert_close(one.out.float(), other.out.float(), rtol=2.0**-7, atol=1e-4)
     torch.testing.assert_close(one.lse, other.lse, rtol=1e-6, atol=1e-6)
 

@@ -200,6 +200,8 @@ def _tile(
     slot_stride,
     scales_stride,
     second,
+    UNIT: tl.constexpr,
+    SCALES_UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     WORDS: tl.constexpr,  # DIM / 4 up to a power of two
@@ -209,9 +211,11 @@ def _tile(
     mask, pair_mask = valid[:, None], valid[:, None]
     if 4 * WORDS > DIM:
         mask, pair_mask = mask & (word < DIM // 4), pair_mask & (pair < DIM // 32)
-    words = tl.load(rows_ptr + (slot * slot_stride)[:, None] + word, mask=mask, other=0)
+    words = tl.load(rows_ptr + (slot * slot_stride * UNIT)[:, None] + word, mask=mask, other=0)
     # 16-bit loads on both sides: an 8-bit one would make Triton order the products' operands for 8-bit values.
-    scales = tl.load(scales_ptr + (slot * scales_stride)[:, None] + pair, mask=pair_mask, other=0)
+    scales = tl.load(
+        scales_ptr + (slot * scales_stride * SCALES_UNIT)[:, None] + pair, mask=pair_mask, other=0
+    )
     scales = tl.broadcast_to(scales[:, :, None], [ROWS, WORDS // 8, 8])
     scales = tl.reshape(scales, [ROWS, WORDS])
     return _planes(words, scales, second, NATIVE)
@@ -248,7 +252,7 @@ def _store_out(at, value, mask, PARTS: tl.constexpr, NATIVE: tl.constexpr):
         tl.store(at, encode_bf16(value, NATIVE).to(tl.bfloat16, bitcast=True), mask=mask)
 
 
-@triton.jit(do_not_specialize=["slots", "splits", "window", "heads"])
+@triton.jit(do_not_specialize=["slots", "entries", "splits", "window", "heads"])
 def _decode_kernel(
     q_ptr,  # bf16 [B, heads, K_DIM]
     k_ptr,  # uint16 [slots, kv heads, K_DIM / 4]
@@ -264,7 +268,7 @@ def _decode_kernel(
     lse_ptr,  # fp32 [B, heads], or [B, splits, heads] to base 2
     q_request_stride,
     q_head_stride,
-    k_slot_stride,  # in words
+    k_slot_stride,  # of buffers in the units below, so that the compiler knows how rows are aligned
     k_head_stride,
     v_slot_stride,
     v_head_stride,
@@ -275,6 +279,7 @@ def _decode_kernel(
     out_request_stride,
     out_head_stride,
     slots,
+    entries,  # of indices
     splits,
     window,  # 0 for none
     heads,
@@ -283,6 +288,10 @@ def _decode_kernel(
     v_global,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    K_UNIT: tl.constexpr,  # 16-bit words
+    V_UNIT: tl.constexpr,
+    K_SCALES_UNIT: tl.constexpr,
+    V_SCALES_UNIT: tl.constexpr,
     K_WORDS: tl.constexpr,
     V_WORDS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
@@ -301,7 +310,8 @@ def _decode_kernel(
     head = kv_head * GROUP + member
 
     first = tl.load(indptr_ptr + request).to(tl.int64)
-    length = (tl.load(indptr_ptr + request + 1).to(tl.int64) - first).to(tl.int32)
+    last = tl.minimum(tl.load(indptr_ptr + request + 1).to(tl.int64), entries)
+    length = (last - first).to(tl.int32)
     if window > 0:
         first += tl.maximum(length - window, 0)
         length = tl.minimum(length, window)
@@ -327,10 +337,10 @@ def _decode_kernel(
         scale *= tl.load(k_global_ptr)
     scale = (back * scale)[:, None]
 
-    k_ptr += kv_head * k_head_stride
-    v_ptr += kv_head * v_head_stride
-    k_scales_ptr += kv_head * k_scales_head_stride
-    v_scales_ptr += kv_head * v_scales_head_stride
+    k_ptr += kv_head * k_head_stride * K_UNIT
+    v_ptr += kv_head * v_head_stride * V_UNIT
+    k_scales_ptr += kv_head * k_scales_head_stride * K_SCALES_UNIT
+    v_scales_ptr += kv_head * v_scales_head_stride * V_SCALES_UNIT
     k_second, v_second = (
         _second(k_scales_ptr, splits < 1, K_WORDS),
         _second(v_scales_ptr, splits < 1, V_WORDS),
@@ -346,7 +356,7 @@ def _decode_kernel(
         slot = tl.where(valid, ids, 0)
         k0, k1, k2, k3 = _tile(
             k_ptr, k_scales_ptr, slot, valid, k_slot_stride, k_scales_slot_stride, k_second,
-            ROWS, K_DIM, K_WORDS, NATIVE,
+            K_UNIT, K_SCALES_UNIT, ROWS, K_DIM, K_WORDS, NATIVE,
         )  # fmt: skip
         scores = tl.dot(q0, tl.trans(k0))
         scores = tl.dot(q1, tl.trans(k1), scores)
@@ -364,7 +374,7 @@ def _decode_kernel(
         weights = (weights * P_SCALE).to(tl.float16)
         v0, v1, v2, v3 = _tile(
             v_ptr, v_scales_ptr, slot, valid, v_slot_stride, v_scales_slot_stride, v_second,
-            ROWS, V_DIM, V_WORDS, NATIVE,
+            V_UNIT, V_SCALES_UNIT, ROWS, V_DIM, V_WORDS, NATIVE,
         )  # fmt: skip
         o0 = tl.dot(weights, v0, o0 * shrink[:, None])
         o1 = tl.dot(weights, v1, o1 * shrink[:, None])
@@ -428,9 +438,8 @@ def _join_kernel(
         now = tl.maximum(most, own)
         base = tl.where(now == float("-inf"), 0.0, now)
         shrink, weight = tl.exp2(most - base), tl.exp2(own - base)
-        width = tl.where(
-            own == float("-inf"), 0, DIM
-        )  # nothing was written for a split without tokens
+        # Nothing was written for a split without tokens.
+        width = tl.where(own == float("-inf"), 0, DIM)
         part = tl.load(part_ptr + line * DIM + column, mask=column < width, other=0.0)
         total = total * shrink + weight
         out = out * shrink + part * weight
@@ -485,6 +494,11 @@ def words_of(dim: int) -> int:
     return int(triton.next_power_of_2(dim // 4))
 
 
+def unit_of(words: torch.Tensor) -> int:
+    """The largest power of two up to 8, 16 bytes, that divides the strides of slots and heads."""
+    return math.gcd(8, *words.stride()[:2])
+
+
 def _launch(call: _Call) -> None:
     requests, heads, k_dim = call.q.shape
     kv_heads, v_dim = call.k_buffer.shape[1], call.out.shape[2]
@@ -501,16 +515,14 @@ def _launch(call: _Call) -> None:
         shape = (requests, splits, heads)
         out = torch.empty((*shape, v_dim), dtype=torch.float32, device=call.q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    k_words, v_words, k_scales, v_scales = (
+    buffers = [
         buffer.view(torch.uint16)
         for buffer in (call.k_buffer, call.v_buffer, call.k_scales, call.v_scales)
-    )
+    ]
+    units = [unit_of(buffer) for buffer in buffers]
     _decode_kernel[(requests * splits, blocks)](
         call.q,
-        k_words,
-        v_words,
-        k_scales,
-        v_scales,
+        *buffers,
         call.indptr,
         call.indices,
         call.sinks if splits == 1 else None,
@@ -519,12 +531,14 @@ def _launch(call: _Call) -> None:
         out,
         lse,
         *call.q.stride()[:2],
-        *k_words.stride()[:2],
-        *v_words.stride()[:2],
-        *k_scales.stride()[:2],
-        *v_scales.stride()[:2],
+        *(
+            stride // unit
+            for buffer, unit in zip(buffers, units, strict=True)
+            for stride in buffer.stride()[:2]
+        ),
         *call.out.stride()[:2],
         call.k_buffer.shape[0],
+        len(call.indices),
         splits,
         call.window,
         heads,
@@ -533,6 +547,10 @@ def _launch(call: _Call) -> None:
         call.v_factor,
         K_DIM=k_dim,
         V_DIM=v_dim,
+        K_UNIT=units[0],
+        V_UNIT=units[1],
+        K_SCALES_UNIT=units[2],
+        V_SCALES_UNIT=units[3],
         K_WORDS=words_of(k_dim),
         V_WORDS=words_of(v_dim),
         GROUP=group,
@@ -612,7 +630,7 @@ def decode_attention_nvfp4(
         k_buffer, v_buffer: uint8 [slots, Hkv, D / 2].
         k_scale_buffer, v_scale_buffer: uint8 [slots, Hkv, D / 16].
         kv_indptr: int32 or int64 [B + 1 or more], ascending; what follows B + 1 entries is not read.
-        kv_indices: int32 or int64 [n], n at least kv_indptr[B].
+        kv_indices: int32 or int64 [n]; lists end at n. Both tables are copied where they are strided.
         sm_scale: positive; multiplies scores.
         k_global_scale, v_global_scale: a number in 2^-64 … 2^64, or an fp32 tensor of one element on the device, which is not read back.
         window: the last so many entries of each list are seen, the query's own among them; None sees all.
@@ -726,7 +744,8 @@ def _checked(
         torch.empty((requests, heads), dtype=torch.float32, device=q.device) if return_lse else None
     )
     return _Call(
-        q, k_buffer, v_buffer, k_scales, v_scales, indptr, indices, sinks, out, lse, sm_scale * k_number, v_number,
+        q, k_buffer, v_buffer, k_scales, v_scales, indptr.contiguous(), indices.contiguous(), sinks, out, lse,
+        sm_scale * k_number, v_number,
         k_tensor, v_tensor, 0 if window is None else window, logit_cap, splits,
     )  # fmt: skip
 
