@@ -291,6 +291,20 @@ def test_reads_that_nobody_decoded_fail(engine: Any, installed: Any) -> None:
         pool.set_kv_buffer(layer(0), torch.tensor([1]), *values(4, 1), 0.5, 0.5)
 
 
+def test_models_do_not_write_to_the_pool(engine: Any, installed: Any, monkeypatch: Any) -> None:
+    """On a GPU the engine lets rope's kernel write to pools that it takes for bf16; copies of the name in models included."""
+    from sglang.srt.models import utils
+
+    pool = build(engine, kv_cache_dtype=torch.bfloat16)
+    monkeypatch.setattr(utils, "_is_cuda", True)
+    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
+    monkeypatch.setattr(utils, "is_cp_active", lambda batch: False)
+    batch = SimpleNamespace(dcp_kv_mask=None)
+    target = next(t for t in installed.targets if t.name.endswith("enable_fused_set_kv_buffer"))
+    assert target.original(batch)  # stock would
+    assert not utils.enable_fused_set_kv_buffer(batch)
+
+
 # --- Triton backend -------------------------------------------------------------------------------------------------
 
 
