@@ -165,7 +165,7 @@ def test_a_yardstick_takes_the_place_of_the_floor(bench_with_page: Bench):
     assert document["arms"]["C"]["command"][-1] == "0.05"
     rows = {row["row"]: row for row in document["rows"]}
     assert min(row["floor"] for row in rows.values() if row["unit"] == "nats") > 1e-4
-    for name in ("cold_loss", "chunked_loss"):
+    for name in ("cold_loss", "hit_loss", "chunked_loss"):
         assert rows[name]["figure"] == rows[name]["floor"]
         assert 0.005 < rows[name]["limit"] < 0.05, "half a percent of a loss of a few nats"
     printed = bench.capsys.readouterr().out
