@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -340,6 +341,15 @@ def test_one_arm_then_the_others_then_a_verdict(
     # The same folder with other options is another set.
     with pytest.raises(SystemExit, match=r"kv4.json is of a run with other repeats; remove it"):
         bench_kv4_dsa.main([*given, "--repeats", "2"])
+
+
+def test_arms_kept_in_a_checkout_leave_it_clean(tmp_path: Path) -> None:
+    """Else the second arm of a set would be of another state of the sources than the first, and refused."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    kept = cache_arms.Kept(tmp_path / "arms", {})
+    (kept.folder / "kv4.log").write_text("")
+    state = subprocess.run(["git", "-C", str(tmp_path), "status", "--porcelain"], check=True, capture_output=True)  # fmt: skip
+    assert state.stdout == b""
 
 
 def test_a_red_arm_is_recorded_and_fails(
