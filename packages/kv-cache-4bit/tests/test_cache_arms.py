@@ -97,6 +97,23 @@ def test_verdict_on_divergences() -> None:
     assert words(rates, kl=(20.0, 1.0))["pooled", "KL"] == "FAIL"
 
 
+def test_another_kernel_over_the_same_rows_has_less_room() -> None:
+    """What 4 bit may cost beside FP8 would hide a kernel that loses a tenth of the rows."""
+    rates = {"long, decode": (0.1, 0.1)}
+    for kl, word in ((1.0, "PASS"), (3.0, "FAIL")):
+        ours, peers = ({"long, decode": positions(0.1, 500, n, k)} for n, k in ((0, kl), (1, 1.0)))
+        pairs = cache_verdict.pairs_of(ours, peers, {"long, decode": [np.ones(500)] * SEQUENCES})
+        found = {(r.case, r.what): r for r in cache_verdict.against_peer(pairs, False, same=True)}
+        assert found["pooled", "KL"].word == word
+        assert found["pooled", "flips"].word == "PASS"
+        assert words(rates, kl=(kl, 1.0))["pooled", "KL"] == "PASS"
+    arms = (*ARMS, replace(ARMS[0], name="kv4-native", peer="kv4"))
+    given = results("", {}, 64, False)
+    found = cache_verdict.judge(arms, given | {"kv4-native": given["kv4"]}, lambda arm: arm.row)
+    assert {row.limit for row in found["kv4-native"].rows} == {cache_verdict.SAME}
+    assert cache_verdict.SAME not in {row.limit for row in found["kv4"].rows}
+
+
 def test_one_case_fails_them_all() -> None:
     """Five cases of six are well, so the pool is: a cached prefix that is read from wrong slots shows alone."""
     rates = {f"case {n}": (0.06, 0.05) for n in range(5)} | {"long, prefix": (0.15, 0.01)}
@@ -234,7 +251,11 @@ def test_arms(arch: str) -> None:
         judged = arm.name.startswith("kv4") or arm.name.endswith("native")
         assert (arm.peer is not None) == judged
         assert arm.peer is None or by_name[arm.peer].flags == arm.flags or "native" in arm.name
-        assert arm.peer is None or by_name[arm.peer].name.startswith("fp8")
+        if arm.name.endswith("native"):  # the same rows, read by stock's kernel
+            assert arm.peer == arm.name.removesuffix("-native")
+            assert by_name[arm.peer].row == arm.row
+        elif arm.peer is not None:
+            assert arm.peer.startswith("fp8")
         server = cache_arms.server_of(arm, options, Path("model"), Path("folder"))
         words = ["--cuda-graph-max-bs-decode", "32", "--x", "y", "--kv-cache-dtype", arm.dtype]
         at = server.command.index(words[0])
