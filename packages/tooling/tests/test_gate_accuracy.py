@@ -213,7 +213,7 @@ def test_top_k_bounds_are_stated_and_decide(bench: Bench):
 def test_texts_too_short_for_their_windows_are_noted(bench: Bench):
     text = bench.folder / "short.txt"
     text.write_text("A few words, and no more than these.\n")
-    assert bench.main("--text", f"prose={text}") == 0
+    assert bench.main("--text", f"prose={text}") == 2, "one sequence is no sample"
     assert "37 characters are too few for 4 windows of 24 tokens" in bench.document["notes"][0]
     assert "no tool call" in bench.document["not_measured"]["tool-call / JSON tokens"]
 
