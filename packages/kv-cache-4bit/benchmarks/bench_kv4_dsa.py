@@ -56,7 +56,12 @@ def arms_of(arch: str, prefills: bool = False, native: bool = False) -> tuple[Ar
         ]
     if native:
         arms += [
-            replace(kv4, name="kv4-native", env={f"{flag_of(kv4.features[0])}_DECODE": "native"}),
+            replace(
+                kv4,
+                name="kv4-native",
+                env={f"{flag_of(kv4.features[0])}_DECODE": "native"},
+                peer="kv4",
+            ),
             replace(
                 fp8, name="fp8-native", features=(*fp8.features, "kv4.mla_decode_fp8"), peer="fp8"
             ),

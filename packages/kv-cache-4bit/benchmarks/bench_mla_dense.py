@@ -50,6 +50,7 @@ def arms_of(flashmla: bool = False, native: bool = False) -> tuple[Arm, ...]:
         name="kv4-native",
         flags=("--page-size", "64"),
         env={f"{flag_of(MLA_DENSE)}_DECODE": "native"},
+        peer="kv4",
     )
     bf16 = Arm(BASE, bf16_width(KV4), "bfloat16")
     return (*pair, bf16, *(more if flashmla else ()), *((decode,) if native else ()))

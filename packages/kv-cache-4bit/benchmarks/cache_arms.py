@@ -313,6 +313,8 @@ class Kept:
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # In a checkout it would make the next arm's commit a dirty one, which is another set.
+        (folder / ".gitignore").write_text("*\n", encoding="utf-8")
         self.folder, self.key = folder, json.loads(json.dumps(key, default=str))
         self.id = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:12]
 

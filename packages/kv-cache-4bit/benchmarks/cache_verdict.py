@@ -8,6 +8,7 @@
            An excess over a limit is a mean with its 95 % interval, bootstrapped by sequence: FAIL where the interval lies above 0, PASS where it does not
            reach above, INCONCLUSIVE else. That is too sure of itself where FP8 flips next to nothing, so flips need the exact binomial test as
            well: given the flips of both, those of 4 bit are Binomial(n, 4 / 5) at the limit, and either word needs a tail of at most 2.5 %.
+*Same rows* An arm whose peer keeps the same rows (another kernel reads them) may have at most `SAME` times its flips and its divergence.
 *Agree*    A rule for an arm without a peer: its likeliest token is bf16's as often as asked, relative to how often bf16 repeats its own.
 *Red*      What no sample excuses: pools that do not differ as their bytes do, a feature that never engaged or one that did in stock, a prefix that did
            not come from the cache, answers that hardly depend on the prompt.
@@ -38,6 +39,7 @@ from numinous_tooling.gate.accuracy.distance import (
 from numinous_tooling.gate.verdict import Word
 
 FLIPS, KL, LOSS = 4.0, 16.0, 0.005  # × FP8's, × FP8's, share of bf16's
+SAME = 2.0  # x the flips and the divergence of a peer with the same rows
 BASE = "bf16"
 POOLED = "pooled"
 TAIL = (1 - CONFIDENCE) / 2
@@ -56,7 +58,8 @@ class Arm:
         dtype: `--kv-cache-dtype`.
         features: ids of the features that are on; none for stock.
         flags, env: further flags and environment.
-        peer: name of the arm with FP8 rows that this one is judged against; None: it is not, by that rule.
+        peer: name of the arm that this one is judged against: with FP8 rows, or with the same rows read by another kernel; None: by neither
+            rule.
     """
 
     name: str
@@ -147,7 +150,9 @@ def judge(
         if same[arm.name] and same.get(arm.peer or BASE):
             ours = distances[arm.name]
             if arm.peer is not None:
-                rows = against_peer(pairs_of(ours, distances[arm.peer], loss), text)
+                peer = next(other for other in arms if other.name == arm.peer)
+                pairs = pairs_of(ours, distances[arm.peer], loss)
+                rows = against_peer(pairs, text, same=arm.row == peer.row)
             elif agree is not None and arm is not base_arm:
                 rows = agreeing(pairs_of(ours, distances[BASE], loss), agree)
         shown = {case: _distance(one) for case, one in distances.get(arm.name, {}).items()}
@@ -210,12 +215,13 @@ def _pools(ours: Result, base: Result, each: int, of_base: int) -> list[str]:
 Pairs = Mapping[str, tuple[Positions, Positions, Any]]
 
 
-def against_peer(pairs: Pairs, text: bool) -> list[Row]:
-    """Rows of the rule *4 bit*, of `pairs_of` an arm and its peer."""
+def against_peer(pairs: Pairs, text: bool, same: bool = False) -> list[Row]:
+    """Rows of the rule *4 bit*, or *Same rows*, of `pairs_of` an arm and its peer."""
     rows = []
+    most_flips, most_kl = (SAME, SAME) if same else (FLIPS, KL)
     for case, (one, two, loss) in pairs.items():
-        rows.append(_flips(case, one, two))
-        rows.append(_at_most(case, "KL", one.kl_low, two.kl_low, KL, one.sequence))
+        rows.append(_flips(case, one, two, most_flips))
+        rows.append(_at_most(case, "KL", one.kl_low, two.kl_low, most_kl, one.sequence))
         if text and loss.any():
             rows.append(_at_most(case, "loss change", one.nll_delta, loss, LOSS, one.sequence))
     return rows
@@ -281,10 +287,10 @@ def _at_most(case: str, what: str, ours: Any, peers: Any, limit: float, sequence
     return Row(case, what, float(ours.mean()), float(peers.mean()), ratio, limit, _of(excess))
 
 
-def _flips(case: str, one: Positions, two: Positions) -> Row:
+def _flips(case: str, one: Positions, two: Positions, limit: float = FLIPS) -> Row:
     ours, peers = one.flips.astype(np.float64), two.flips.astype(np.float64)
-    row = _at_most(case, "flips", ours, peers, FLIPS, one.sequence)
-    tails = binomial_tails(int(ours.sum()), int(peers.sum()), FLIPS)
+    row = _at_most(case, "flips", ours, peers, limit, one.sequence)
+    tails = binomial_tails(int(ours.sum()), int(peers.sum()), limit)
     sure = row.word == "INCONCLUSIVE" or tails[row.word == "FAIL"] <= TAIL
     return row if sure else replace(row, word="INCONCLUSIVE")
 

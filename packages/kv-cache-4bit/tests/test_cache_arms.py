@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -94,6 +95,23 @@ def test_verdict_on_divergences() -> None:
     assert words(rates, kl=(12.0, 1.0))["pooled", "KL"] == "PASS"
     assert words(rates, kl=(16.0, 1.0))["pooled", "KL"] == "INCONCLUSIVE"
     assert words(rates, kl=(20.0, 1.0))["pooled", "KL"] == "FAIL"
+
+
+def test_another_kernel_over_the_same_rows_has_less_room() -> None:
+    """What 4 bit may cost beside FP8 would hide a kernel that loses a tenth of the rows."""
+    rates = {"long, decode": (0.1, 0.1)}
+    for kl, word in ((1.0, "PASS"), (3.0, "FAIL")):
+        ours, peers = ({"long, decode": positions(0.1, 500, n, k)} for n, k in ((0, kl), (1, 1.0)))
+        pairs = cache_verdict.pairs_of(ours, peers, {"long, decode": [np.ones(500)] * SEQUENCES})
+        found = {(r.case, r.what): r for r in cache_verdict.against_peer(pairs, False, same=True)}
+        assert found["pooled", "KL"].word == word
+        assert found["pooled", "flips"].word == "PASS"
+        assert words(rates, kl=(kl, 1.0))["pooled", "KL"] == "PASS"
+    arms = (*ARMS, replace(ARMS[0], name="kv4-native", peer="kv4"))
+    given = results("", {}, 64, False)
+    found = cache_verdict.judge(arms, given | {"kv4-native": given["kv4"]}, lambda arm: arm.row)
+    assert {row.limit for row in found["kv4-native"].rows} == {cache_verdict.SAME}
+    assert cache_verdict.SAME not in {row.limit for row in found["kv4"].rows}
 
 
 def test_one_case_fails_them_all() -> None:
@@ -233,7 +251,11 @@ def test_arms(arch: str) -> None:
         judged = arm.name.startswith("kv4") or arm.name.endswith("native")
         assert (arm.peer is not None) == judged
         assert arm.peer is None or by_name[arm.peer].flags == arm.flags or "native" in arm.name
-        assert arm.peer is None or by_name[arm.peer].name.startswith("fp8")
+        if arm.name.endswith("native"):  # the same rows, read by stock's kernel
+            assert arm.peer == arm.name.removesuffix("-native")
+            assert by_name[arm.peer].row == arm.row
+        elif arm.peer is not None:
+            assert arm.peer.startswith("fp8")
         server = cache_arms.server_of(arm, options, Path("model"), Path("folder"))
         words = ["--cuda-graph-max-bs-decode", "32", "--x", "y", "--kv-cache-dtype", arm.dtype]
         at = server.command.index(words[0])
@@ -340,6 +362,15 @@ def test_one_arm_then_the_others_then_a_verdict(
     # The same folder with other options is another set.
     with pytest.raises(SystemExit, match=r"kv4.json is of a run with other repeats; remove it"):
         bench_kv4_dsa.main([*given, "--repeats", "2"])
+
+
+def test_arms_kept_in_a_checkout_leave_it_clean(tmp_path: Path) -> None:
+    """Else the second arm of a set would be of another state of the sources than the first, and refused."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    kept = cache_arms.Kept(tmp_path / "arms", {})
+    (kept.folder / "kv4.log").write_text("")
+    state = subprocess.run(["git", "-C", str(tmp_path), "status", "--porcelain"], check=True, capture_output=True)  # fmt: skip
+    assert state.stdout == b""
 
 
 def test_a_red_arm_is_recorded_and_fails(

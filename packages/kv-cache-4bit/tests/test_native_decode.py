@@ -428,6 +428,18 @@ def test_a_kernel_that_fails_ends_the_process(
     assert mend in str(error.value)
 
 
+@pytest.mark.parametrize("fault", ["scores", "heads"])
+def test_wrong_scores_and_heads_are_seen_at_boot(
+    engine: Any, case: Any, count: Count, native_kernel: NativeKernel, monkeypatch: Any, fault: str
+) -> None:
+    def broken(q: torch.Tensor, pool: torch.Tensor, **of: Any) -> Any:
+        return native_kernel(q * 0 if fault == "scores" else q.roll(1, 2), pool, **of)
+
+    monkeypatch.setattr(native, "sparse_mla_decode", broken)
+    with pytest.raises(SystemExit, match="answers wrongly"):
+        make_backend(engine, monkeypatch, case)
+
+
 def test_a_row_read_beside_the_named_ones_is_seen_at_boot(
     engine: Any, case: Any, count: Count, native_kernel: NativeKernel, monkeypatch: Any
 ) -> None:

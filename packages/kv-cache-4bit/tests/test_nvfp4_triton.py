@@ -275,6 +275,21 @@ def test_what_is_written(engine: Any, installed: Any) -> None:
     assert torch.equal(keys[1], stands_for(k[1]))
 
 
+def test_scales_of_one_are_none(engine: Any, installed: Any) -> None:
+    """The engine gives every layer of an FP8 checkpoint without scales of its own a scale of 1."""
+    pool, loc, new = build(engine), torch.tensor([3, 9]), values(4, 2)
+    one, of = torch.tensor(1.0), layer(0)
+    of.k_scale = of.v_scale = one
+    of.k_scale_float = of.v_scale_float = 1.0
+    pool.set_kv_buffer(of, loc, *new, one, one)
+    with pool.attending(0, None, None):
+        keys, _ = pool.decoded(loc)
+    assert torch.equal(keys, stands_for(new[0]))
+    of.v_scale_float = 0.5
+    with pytest.raises(RuntimeError, match="scales of a checkpoint"):
+        pool.set_kv_buffer(of, loc, *new, one, one)
+
+
 def test_reads_that_nobody_decoded_fail(engine: Any, installed: Any) -> None:
     pool = build(engine)
     assert pool.get_key_buffer(0).device.type == "meta"
@@ -289,6 +304,20 @@ def test_reads_that_nobody_decoded_fail(engine: Any, installed: Any) -> None:
         pool.set_kv_buffer_prefix_valid(layer(0), None, None, None, None)
     with pytest.raises(RuntimeError, match="scales of a checkpoint"):  # U01
         pool.set_kv_buffer(layer(0), torch.tensor([1]), *values(4, 1), 0.5, 0.5)
+
+
+def test_models_do_not_write_to_the_pool(engine: Any, installed: Any, monkeypatch: Any) -> None:
+    """On a GPU the engine lets rope's kernel write to pools that it takes for bf16; copies of the name in models included."""
+    from sglang.srt.models import utils
+
+    pool = build(engine, kv_cache_dtype=torch.bfloat16)
+    monkeypatch.setattr(utils, "_is_cuda", True)
+    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
+    monkeypatch.setattr(utils, "is_cp_active", lambda batch: False)
+    batch = SimpleNamespace(dcp_kv_mask=None)
+    target = next(t for t in installed.targets if t.name.endswith("enable_fused_set_kv_buffer"))
+    assert target.original(batch)  # stock would
+    assert not utils.enable_fused_set_kv_buffer(batch)
 
 
 # --- Triton backend -------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_a_yardstick_takes_the_place_of_the_floor(bench_with_page: Bench):
     assert document["arms"]["C"]["command"][-1] == "0.05"
     rows = {row["row"]: row for row in document["rows"]}
     assert min(row["floor"] for row in rows.values() if row["unit"] == "nats") > 1e-4
-    for name in ("cold_loss", "chunked_loss"):
+    for name in ("cold_loss", "hit_loss", "chunked_loss"):
         assert rows[name]["figure"] == rows[name]["floor"]
         assert 0.005 < rows[name]["limit"] < 0.05, "half a percent of a loss of a few nats"
     printed = bench.capsys.readouterr().out
@@ -213,7 +213,7 @@ def test_top_k_bounds_are_stated_and_decide(bench: Bench):
 def test_texts_too_short_for_their_windows_are_noted(bench: Bench):
     text = bench.folder / "short.txt"
     text.write_text("A few words, and no more than these.\n")
-    assert bench.main("--text", f"prose={text}") == 0
+    assert bench.main("--text", f"prose={text}") == 2, "one sequence is no sample"
     assert "37 characters are too few for 4 windows of 24 tokens" in bench.document["notes"][0]
     assert "no tool call" in bench.document["not_measured"]["tool-call / JSON tokens"]
 

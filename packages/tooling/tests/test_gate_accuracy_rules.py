@@ -20,6 +20,7 @@ from numinous_tooling.gate.accuracy import gsm8k
 from numinous_tooling.gate.accuracy.distance import Estimate, Summary
 from numinous_tooling.gate.accuracy.sequences import (
     BUILT_IN,
+    Segment,
     build_sequences,
     load_texts,
     parse_transcripts,
@@ -271,3 +272,9 @@ def test_few_discordant_problems_promise_no_power_that_the_exact_test_lacks(disc
     )  # every discordant one is a loss: the best case
     found = sum(stats.binomtest(0, int(n), 0.5).pvalue < gsm8k.ALPHA for n in lost if n)
     assert found >= 0.75 * 400
+
+
+def test_a_text_hardly_longer_than_a_window_gives_few_sequences():
+    """Copies of one window are one sample, and would be bootstrapped as many."""
+    texts = {"prose": [(Segment("a line of prose\n" * 40 + "its end", False),)]}
+    assert len(build_sequences(texts, characters, per_kind=32, length=600, seed=0)) == 1

@@ -111,19 +111,20 @@ def prove(rows: KeptRows, heads: int, width: int, device: torch.device) -> None:
     latent = torch.linspace(-3, 3, LATENT_DIM, device=device)[None].to(torch.bfloat16)
     rope = latent[:, : row.rope_dim]
     cache = torch.full((PROBE, width), 0x7F, dtype=torch.uint8, device=device)  # NaN
-    cache[[7, PROBE - 1]] = row.pack(latent, rope)
-    q = torch.ones(1, heads, LATENT_DIM + row.rope_dim, dtype=torch.bfloat16, device=device)
+    cache[[7, PROBE - 1]] = row.pack(torch.cat([latent, -latent]), torch.cat([rope, -rope]))
+    sign = (1 - 2 * (torch.arange(heads, device=device) % 2))[:, None].to(torch.bfloat16)
+    q = torch.cat([latent, rope], dim=-1) * sign
     table = torch.full((1, PROBE), -1, dtype=torch.int32, device=device)
     table[0, 5], table[0, PROBE - 5] = 7, PROBE - 1
     option = DECODE.get(rows.feature)
     instead = f"set {option.name}={SCRATCH}" if option else "switch the feature off"
     try:
-        out = attend(q, cache[:, None], table, 0.01)
-        wrong = float((out.float() - row.unpack(cache[7:8])[0].float()).abs().max())
+        out = attend(q[None], cache[:, None], table, 0.01)
+        wrong = float((out.float() - (sign * row.unpack(cache[7:8])[0]).float()).abs().max())
     except Exception as error:  # whatever it is, the user has to be told what to do
         line = (str(error).splitlines() or [type(error).__name__])[0]
         rows.refuse(f"sparse_mla_decode does not run here ({line}); {instead}")
-    # Two equal rows among NaN, named far apart, average to themselves; bf16's rounding may be added.
+    # Of two opposite rows among NaN, named far apart, even heads take the first and odd heads the second; bf16's rounding may be added.
     if not wrong < 0.05:
         rows.refuse(
             f"sparse_mla_decode answers wrongly on this GPU (off by {wrong:.3g}); {instead}"

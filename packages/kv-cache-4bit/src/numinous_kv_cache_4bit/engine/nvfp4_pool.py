@@ -113,9 +113,12 @@ class Nvfp4Pool(MHATokenToKVPool):
         Args:
             loc_info: int32 or int64 [T], alone or with what the engine wraps it in.
             cache_k, cache_v: [T, heads, D], rounded to bf16 first; left as they are.
-            k_scale, v_scale: None; a checkpoint with scales does not come here.
+            k_scale, v_scale: None, or 1 as the engine gives layers of any FP8 checkpoint; others do not come here. Tensors, so what
+                the layer has them as on the host is looked at.
         """
-        if dcp_kv_mask is not None or k_scale is not None or v_scale is not None:
+        given = k_scale is not None or v_scale is not None
+        scales = {getattr(layer, name, None) for name in ("k_scale_float", "v_scale_float")}
+        if dcp_kv_mask is not None or (given and scales != {1.0}):
             raise RuntimeError(f"{NVFP4_TRITON}: scales of a checkpoint and dcp are not covered")
         loc, _, _ = unwrap_write_loc(loc_info)
         self._in_shadow = False

@@ -204,6 +204,15 @@ def around_attention(
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
 
 
+def around_fused_write(original: Callable[..., bool], forward_batch: Any) -> bool:
+    """`enable_fused_set_kv_buffer`: models (Qwen3-MoE, Ling, SDAR, ...) may not write to the pool on their own.
+
+    The engine takes the pool for a bf16 one and would have rope's kernel write new keys and values to `get_key_buffer`. With a tensor
+    of device ``meta`` among its arguments torch calls the operator's fake: nothing is rotated, nothing written, nothing said.
+    """
+    return False
+
+
 def after_triton_backend(result: None, backend: Any, *args: Any, **named: Any) -> None:
     """`TritonAttnBackend.__init__`: its two kernels read packed rows from here on."""
     pool = backend.token_to_kv_pool

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declaration of ``kv4.nvfp4_triton``: NVFP4 in the cache of MHA and GQA models, on the Triton attention backend and on the CPU platform.
 
-*Seam*      the sizing, the two builders of a uniform MHA pool, the one method through which every attention backend is called, and the
-            constructor of the Triton backend, which names the two kernels it calls.
+*Seam*      the sizing, the two builders of a uniform MHA pool, the one method through which every attention backend is called, the
+            constructor of the Triton backend, which names the two kernels it calls, and what lets models write to a bf16 pool themselves.
 *Why*       Stock 0.5.20 takes ``--kv-cache-dtype nvfp4`` on Blackwell only, not on its Triton backend (which ends with a KeyError there), and
             nowhere without CUDA. Nobody can ask what it costs a model without the GPU.
 *Flag*      ``NUMINOUS_KV4_NVFP4_TRITON=1``, without ``--kv-cache-dtype``.
@@ -23,6 +23,7 @@ from numinous_tooling.patching.serve_command import ServeCommand
 ATTENTION = "sglang.srt.layers.attention"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator"
 FORWARD = f"{ATTENTION}.base_attn_backend:AttentionBackend.forward"
+FUSED_WRITE = "sglang.srt.models.utils:enable_fused_set_kv_buffer"
 NATIVE = f"{ATTENTION}.torch_native_backend:TorchNativeAttnBackend"
 OURS = "numinous_kv_cache_4bit.engine.nvfp4_triton"
 POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
@@ -133,6 +134,13 @@ FEATURE = Feature(
                 stock_pin("sglang.kernels.ops.attention.extend_attention:extend_attention_fwd", "940b192da876f515"),
                 stock_pin("sglang.kernels.ops.attention.decode_attention:decode_attention_fwd", "3bd6c9569ebad34c"),
             ),
+        ),
+        Hook(
+            id="kv4.nvfp4_triton.08",
+            target=FUSED_WRITE,
+            kind="around",
+            call=f"{OURS}:around_fused_write",
+            pins=(stock_pin(FUSED_WRITE, "b3fc310b61cd4265"),),
         ),
     ),
     judge="numinous_kv_cache_4bit.hooks.nvfp4_triton:judge",

@@ -166,16 +166,18 @@ def build_sequences(
     """Return up to `per_kind` windows of at most `length` tokens of each kind, kinds taking turns.
 
     Windows are spread evenly over a kind's text; `seed` moves them. Those of transcripts lie around protocol tokens.
-    Windows that come out shorter than `MIN_TOKENS` are left out.
+    Windows that come out shorter than `MIN_TOKENS` are left out, and of equal ones, as a text that is hardly longer than a window
+    gives, all but one: a bootstrap would take them for so many samples.
     """
     columns = []
     for kind, documents in texts.items():
         generator = random.Random(f"{seed}/{kind}/{length}")
-        column = []
+        column: list[TokenSequence] = []
         for index in range(per_kind):
             point = (index + generator.random()) / per_kind
             tokens, marks = _window(documents, point, length, tokenize)
-            if len(tokens) >= min(MIN_TOKENS, length):
+            known = {sequence.ids for sequence in column}
+            if len(tokens) >= min(MIN_TOKENS, length) and tokens not in known:
                 column.append(TokenSequence(f"{kind}-{index}", kind, tokens, marks))
         columns.append(column)
     return [column[index] for index in range(per_kind) for column in columns if index < len(column)]

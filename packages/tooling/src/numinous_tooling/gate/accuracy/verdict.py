@@ -6,7 +6,8 @@ same figure for A against A measured again, with other batches. The limit is the
 A *yardstick* (`Rule.yardstick`) takes the floor's place where a change is known to cost something: it is the distance of A
 from a cache that people serve with, FP8 say. Two distances that went through the same lists are then compared, so both are
 the lower bounds: divergences between the tokens that both list and the rest as one. A ratio to a small distance says nothing of its
-size, so the loss on the text may rise by `YARDSTICK_LOSS` of A's at most, in cold and in chunked prefill.
+size, so the loss on the text may rise by `YARDSTICK_LOSS` of A's at most, in cold and in chunked prefill and behind a cached prefix. The
+last is what decides where a prefill reads its own keys as they were computed: cold prefill then reads no cache, chunked prefill one for its last chunk alone.
 PASS: the upper end of the interval of B's upper estimate is within the limit. FAIL: the lower end of the interval of
 its lower bound is beyond. INCONCLUSIVE: neither, or too few sequences for an interval. p99, largest value, flips of the
 most likely token and the loss on the text are reported beside it and decide nothing: on a given text they follow from
@@ -133,7 +134,7 @@ def judge(
         positions[row] = distance, floor
         summaries = summarise(distance, rule.seed), summarise(floor, rule.seed)
         rows.append(judge_distance(row, label, *summaries, rule.margin, yardstick=rule.yardstick))
-        if rule.yardstick and row in ("cold", "chunked"):
+        if rule.yardstick and row in ("cold", "hit", "chunked"):
             base_loss = -float(np.mean(np.concatenate([s.logprobs for s in base.rows[row]])))
             own, least = (summary.nll_delta for summary in summaries)
             rows.append(judge_text_loss(row, label, own, least, base_loss))
