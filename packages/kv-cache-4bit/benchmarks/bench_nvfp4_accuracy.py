@@ -38,7 +38,6 @@ from bench_kv_accuracy import (
     figures,
     judge,
     positions_of,
-    span,
     times,
 )
 from torch import Tensor
@@ -227,8 +226,8 @@ def result(name: str, found: dict[str, Seen], layers: int) -> Result:
 
 def line(found: Result) -> str:
     return (
-        f"{found.name:14s} {found.bits:5.2f} bits  KL {found.summary.kl_low.value:.3e}, {span(found.kl_times_fp8)} x FP8's  "
-        f"flips {100 * found.summary.flips.value:.2f} %, {span(found.flips_times_fp8)} x  loss {span(found.loss_percent)} %  {found.verdict}"
+        f"{found.name:14s} {found.bits:5.2f} bits  KL {found.summary.kl_low.value:.3e}, {found.kl_times_fp8:.3g} x FP8's  "
+        f"flips {100 * found.summary.flips.value:.2f} %, {found.flips_times_fp8:.3g} x  loss {found.loss_percent:.3g} %  {found.verdict}"
     )
 
 

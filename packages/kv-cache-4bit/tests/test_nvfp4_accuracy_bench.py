@@ -14,7 +14,6 @@ for needed in ("transformers", "scipy", "tokenizers", "safetensors"):
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import bench_kv_accuracy  # noqa: E402
 import bench_nvfp4_accuracy as bench  # noqa: E402
 import transformers  # noqa: E402
 
@@ -34,8 +33,7 @@ def model() -> transformers.LlamaForCausalLM:
 
 def test_arms(model: transformers.LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arm is measured, bf16 is itself, 4 bits lose more than 8, and a record per arm says what ran."""
-    for module in (bench_kv_accuracy, distance):
-        monkeypatch.setattr(module, "RESAMPLES", 99)
+    monkeypatch.setattr(distance, "RESAMPLES", 99)
     rows = torch.randint(0, 256, (6, 25), generator=torch.Generator().manual_seed(1))
     found = {one.name: one for one in bench.evaluate(model, list(bench.ARMS), rows[:5], rows[5])}
     assert list(found) == list(bench.ARMS)
