@@ -50,6 +50,8 @@ __all__ = ["DIMS", "Attended", "decode_attention_nvfp4", "reference", "traffic"]
 DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions."""
 MAX_SPLITS = 64
+JOINED = 16
+"""Parts that are read at a time where they are joined."""
 PROGRAMS = 4
 """For each multiprocessor, before lists are not split any further: derived, to be measured."""
 
@@ -424,6 +426,7 @@ def _join_kernel(
     splits,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # DIM up to a power of two
+    PARTS: tl.constexpr,  # of a turn
     NATIVE: tl.constexpr,
 ):
     request = (tl.program_id(0) // heads).to(tl.int64)
@@ -432,17 +435,21 @@ def _join_kernel(
     most = float("-inf")
     total = 0.0
     out = tl.zeros([COLUMNS], tl.float32)
-    for split in range(splits):
+    # Several parts at a time, and none waits for its lse: one after the other would be 64 times the latency of L2.
+    for first in range(0, splits, PARTS):
+        split = first + tl.arange(0, PARTS)
+        made = split < splits
         line = (request * splits + split) * heads + head
-        own = tl.load(part_lse_ptr + line)
-        now = tl.maximum(most, own)
+        own = tl.load(part_lse_ptr + line, mask=made, other=float("-inf"))
+        mask = made[:, None] & (column < DIM)[None, :]
+        part = tl.load(part_ptr + line[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+        now = tl.maximum(most, tl.max(own, axis=0))
         base = tl.where(now == float("-inf"), 0.0, now)
         shrink, weight = tl.exp2(most - base), tl.exp2(own - base)
-        # Nothing was written for a split without tokens.
-        width = tl.where(own == float("-inf"), 0, DIM)
-        part = tl.load(part_ptr + line * DIM + column, mask=column < width, other=0.0)
-        total = total * shrink + weight
-        out = out * shrink + part * weight
+        # Nothing was written for a split without tokens: what lies there may be NaN.
+        part = tl.where((own == float("-inf"))[:, None], 0.0, part * weight[:, None])
+        total = total * shrink + tl.sum(weight, axis=0)
+        out = out * shrink + tl.sum(part, axis=0)
         most = now
     base = tl.where(most == float("-inf"), 0.0, most)
     none = total == 0.0
@@ -574,8 +581,9 @@ def _launch(call: _Call) -> None:
             splits,
             DIM=v_dim,
             COLUMNS=triton.next_power_of_2(v_dim),
+            PARTS=JOINED,
             NATIVE=native,
-            num_warps=2,
+            num_warps=4,
         )
 
 
