@@ -18,6 +18,7 @@ from numinous_attention.kernels import extend_attention as kernels
 from numinous_attention.kernels.extend_attention import extend_attention
 from numinous_attention.workbench import extend_attention as bench
 from numinous_attention.workbench.extend_attention import OP, Case
+from numinous_tooling.compile.launches import launches
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import big_pool
 from numinous_tooling.testing.tiers import selection
@@ -195,6 +196,23 @@ def test_parts() -> None:
     for dim in (0, 8, 24, 72, 112, 513, 576, 1024):
         with pytest.raises(ValueError, match=f"head dim {dim} is neither"):
             kernels.parts(dim)
+
+
+def test_tiles() -> None:
+    """128 rows and half of V on Hopper, too, but beside a mask or with an uneven V, which shared memory does not hold."""
+    for arch, less in kernels.LESS.items():
+        assert kernels.tile_of(arch, 512, 512) == kernels.Tile(128, 32, 8, 2, halves=True)
+        assert kernels.tile_of(arch, 512, 256).rows == 128
+        for dims in ((512, 512, True), (288, 288, False), (512, 384, False)):
+            assert kernels.tile_of(arch, *dims) == less
+
+
+@pytest.mark.tier("compile")
+def test_fp32_takes_the_smallest_tile(arch: str) -> None:
+    """Operands of fp32 products lie in registers: with the tiles of bf16 D 256 takes 279,040 bytes of shared memory."""
+    found = [x.facts for x in launches(OP, arch) if x.facts["q_ptr"].startswith("*fp32")]
+    assert found
+    assert {(x["ROWS"], x["KEYS"], x["num_warps"]) for x in found} == {("constant 16", "constant 16", "4")}  # fmt: skip
 
 
 def test_visible_pairs() -> None:
