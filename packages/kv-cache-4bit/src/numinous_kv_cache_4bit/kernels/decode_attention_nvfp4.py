@@ -52,8 +52,10 @@ DIMS = (64, 96, 128, 192, 256, 512)
 MAX_SPLITS = 64
 JOINED = 16
 """Parts that are read at a time where they are joined."""
-PROGRAMS = 4
-"""For each multiprocessor, before lists are not split any further: derived, to be measured."""
+START_TILES = 3
+"""What a program takes before and after its tiles, in tiles: derived, to be measured."""
+PART_TILES = 2
+"""What writing and joining a part takes, likewise."""
 
 
 class Attended(NamedTuple):
@@ -473,6 +475,8 @@ class Plan(NamedTuple):
     rows: int
     warps: int
     stages: int
+    resident: int
+    """Programs that a multiprocessor holds, by the registers of the sm90 machine code; to be measured."""
 
 
 def plan(group: int, k_dim: int, v_dim: int) -> Plan:
@@ -481,13 +485,25 @@ def plan(group: int, k_dim: int, v_dim: int) -> Plan:
     warps, rows, stages = (
         (1, 64, 3) if v_dim <= 64 else (4, 128, 3) if max(k_dim, v_dim) <= 256 else (8, 64, 2)
     )
-    return Plan(16 if group <= 16 else 32, rows, warps, stages)
+    few = group <= 16
+    if warps == 1:
+        resident = 13 if few else 8
+    elif warps == 4:
+        resident = 3 if few and max(k_dim, v_dim) <= 128 else 2
+    else:
+        resident = 1
+    return Plan(16 if few else 32, rows, warps, stages, resident)
 
 
-def choose_splits(requests: int, blocks: int, entries: int, rows: int, processors: int) -> int:
-    """Programs of each list: four for each processor all together, and no more than there are tiles in all lists."""
-    wanted = -(-PROGRAMS * processors // max(1, requests * blocks))
-    return max(1, min(wanted, MAX_SPLITS, -(-entries // rows)))
+def choose_splits(requests: int, blocks: int, entries: int, rows: int, places: int) -> int:
+    """Programs of each list that take the fewest turns of all `places` of the GPU, the fewest of equals; lists taken for equally long."""
+    tiles = -(-entries // (rows * max(1, requests)))
+
+    def turns(splits: int) -> int:
+        waves = -(-requests * blocks * splits // places)
+        return waves * (-(-tiles // splits) + START_TILES + (PART_TILES if splits > 1 else 0))
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
 def _processors(device: torch.device) -> int:
@@ -512,10 +528,8 @@ def _launch(call: _Call) -> None:
     group = heads // kv_heads
     made = plan(group, k_dim, v_dim)
     blocks = kv_heads * -(-group // made.heads)
-    processors = _processors(call.q.device)
-    splits = call.splits or choose_splits(
-        requests, blocks, len(call.indices), made.rows, processors
-    )
+    places = made.resident * _processors(call.q.device)
+    splits = call.splits or choose_splits(requests, blocks, len(call.indices), made.rows, places)
     native = call.q.device.type != "cpu" and torch.version.hip is None
     out, lse = call.out, call.lse
     if splits > 1:
