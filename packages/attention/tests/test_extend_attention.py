@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[Case, str, str]] = {
     "ids that are none count": (Case("3", "20", holes=True, dim=16), "seen = valid[None, :]\n        if WINDOW:\n            seen = seen & (prefix", "seen = inside[None, :]\n        if WINDOW:\n            seen = seen & (prefix"),
     "the chunk is scaled, too": (Case("5", "5", pool="fp8", dim=16), "valid, seen, chunk_factor", "valid, seen, prefix_factor"),
     "v_scale at the end": (Case("5", "5", pool="fp8", dim=16), "    share = tl.where(none, 0.0, 1.0 /", "    share = tl.where(none, 0.0, v_scale /"),
-    "the sink in the wrong base": (Case("5", "5", sink=True, dim=16), "sink * 1.4426950408889634", "sink"),
+    "the sink in the wrong base": (Case("5", "5", sink=True, dim=16), "sink.to(tl.float32) * 1.4426950408889634", "sink.to(tl.float32)"),
     "columns of a lost prefix": (Case("5", "5", mask="tree", causal=False, lost=3, dim=16), "(lost + prefix + chunk) + lost", "(prefix + chunk) + lost"),
     "the second part of V": (Case("5", "5", dim=16, dim_v=48), "acc1 * shrink[:, None]", "acc1"),
 }  # fmt: skip
@@ -167,6 +167,18 @@ def test_past_2_31_elements_on_the_gpu(gpu: torch.device) -> None:
     many = Case("_".join(["1"] * 1024), "_".join(["40"] * 1024), 128, 8, 128, window=30)
     inputs = OP.make_inputs(many, 0, gpu)
     OP.compare(many, OP.implementations["triton"].run(many, inputs), OP.reference(many, inputs))
+
+
+@pytest.mark.tier("interpret")
+def test_sinks_in_bf16() -> None:
+    """As the engine holds them for its Triton backend: the bits of the same numbers in fp32."""
+    case = Case("5", "5", heads=4, sink=True, dim=16)
+    inputs = OP.make_inputs(case, 0, CPU)
+    inputs["sinks"] = inputs["sinks"].bfloat16()
+    one = extend_attention(**inputs, **bench._options(case)).out
+    inputs["sinks"] = inputs["sinks"].float()
+    other = extend_attention(**inputs, **bench._options(case)).out
+    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 @pytest.mark.tier("interpret")
@@ -378,7 +390,7 @@ def call_of(**change: Any) -> dict[str, Any]:
         ({"mask": torch.zeros(18, dtype=torch.uint8)}, ValueError, "give mask and mask_indptr together"),
         ({"mask_offsets": torch.zeros(1, dtype=torch.int32)}, ValueError, "mask_offsets only with them"),
         ({"mask": torch.zeros(18), "mask_indptr": torch.zeros(2, dtype=torch.int32)}, TypeError, "mask: expected uint8"),
-        ({"sinks": torch.zeros(2).bfloat16()}, TypeError, "sinks: expected float32"),
+        ({"sinks": torch.zeros(2).half()}, TypeError, "sinks: expected float32 or bfloat16"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale is positive"),
         ({"v_scale": math.inf}, ValueError, "v_scale is positive"),

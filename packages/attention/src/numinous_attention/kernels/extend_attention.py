@@ -284,7 +284,7 @@ def _extend_attention_kernel(
     mask_ptr,  # uint8, or None
     mask_indptr_ptr,
     mask_offsets_ptr,
-    sinks_ptr,  # [heads] fp32, or None
+    sinks_ptr,  # [heads] fp32 or bf16, or None
     out_ptr,
     lse_ptr,  # [tokens, heads] fp32, or None
     q_token_stride,
@@ -431,7 +431,7 @@ def _extend_attention_kernel(
         tl.store(lse_ptr + (begin + token) * heads + head, lse * 0.6931471805599453, mask=live)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
-        total += tl.exp2(sink * 1.4426950408889634 - base)
+        total += tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - base)
     share = tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, total))[:, None]
     to = (
         out_ptr
@@ -628,7 +628,7 @@ def extend_attention(
         causal, window, mask, mask_prefix: what a token sees. `mask` is uint8 or bool, flat; `mask_indptr` int32 or int64 [≥ requests],
             `mask_offsets` likewise or None. A mask that shows later tokens of the chunk wants ``causal=False``.
         logit_cap: 0 is none.
-        sinks: fp32 [heads].
+        sinks: fp32 or bf16 [heads].
         k_scale, v_scale: of the pools.
         out: written where given, [tokens, heads, D_v] in q's type.
         with_lse: also return lse.
@@ -727,8 +727,8 @@ def _checked(
                 f"{name}: expected at least {least} entries on {q.device}, got {list(table.shape)} on {table.device}"
             )
     if sinks is not None:
-        if sinks.dtype != torch.float32:
-            raise TypeError(f"sinks: expected float32, got {sinks.dtype}")
+        if sinks.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"sinks: expected float32 or bfloat16, got {sinks.dtype}")
         if tuple(sinks.shape) != (heads,) or sinks.device != q.device:
             raise ValueError(
                 f"sinks: expected [{heads}] on {q.device}, got {list(sinks.shape)} on {sinks.device}"
