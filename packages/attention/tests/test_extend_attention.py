@@ -18,6 +18,7 @@ from numinous_attention.kernels import extend_attention as kernels
 from numinous_attention.kernels.extend_attention import extend_attention
 from numinous_attention.workbench import extend_attention as bench
 from numinous_attention.workbench.extend_attention import OP, Case
+from numinous_tooling.compile.launches import launches
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import big_pool
 from numinous_tooling.testing.tiers import selection
@@ -95,7 +96,7 @@ FAULTS: dict[str, tuple[Case, str, str]] = {
     "ids that are none count": (Case("3", "20", holes=True, dim=16), "seen = valid[None, :]\n        if WINDOW:\n            seen = seen & (prefix", "seen = inside[None, :]\n        if WINDOW:\n            seen = seen & (prefix"),
     "the chunk is scaled, too": (Case("5", "5", pool="fp8", dim=16), "valid, seen, chunk_factor", "valid, seen, prefix_factor"),
     "v_scale at the end": (Case("5", "5", pool="fp8", dim=16), "    share = tl.where(none, 0.0, 1.0 /", "    share = tl.where(none, 0.0, v_scale /"),
-    "the sink in the wrong base": (Case("5", "5", sink=True, dim=16), "sink * 1.4426950408889634", "sink"),
+    "the sink in the wrong base": (Case("5", "5", sink=True, dim=16), "sink.to(tl.float32) * 1.4426950408889634", "sink.to(tl.float32)"),
     "columns of a lost prefix": (Case("5", "5", mask="tree", causal=False, lost=3, dim=16), "(lost + prefix + chunk) + lost", "(prefix + chunk) + lost"),
     "the second part of V": (Case("5", "5", dim=16, dim_v=48), "acc1 * shrink[:, None]", "acc1"),
 }  # fmt: skip
@@ -169,6 +170,18 @@ def test_past_2_31_elements_on_the_gpu(gpu: torch.device) -> None:
 
 
 @pytest.mark.tier("interpret")
+def test_sinks_in_bf16() -> None:
+    """As the engine holds them for its Triton backend: the bits of the same numbers in fp32."""
+    case = Case("5", "5", heads=4, sink=True, dim=16)
+    inputs = OP.make_inputs(case, 0, CPU)
+    inputs["sinks"] = inputs["sinks"].bfloat16()
+    one = extend_attention(**inputs, **bench._options(case)).out
+    inputs["sinks"] = inputs["sinks"].float()
+    other = extend_attention(**inputs, **bench._options(case)).out
+    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.tier("interpret")
 def test_pointers_beyond_their_lists() -> None:
     """Rows and ids end where their tensors do; rows that belong to no request are left alone; a captured grid takes other lengths."""
     case = Case("6_5", "9_20", dim=16, layout="padded")
@@ -195,6 +208,23 @@ def test_parts() -> None:
     for dim in (0, 8, 24, 72, 112, 513, 576, 1024):
         with pytest.raises(ValueError, match=f"head dim {dim} is neither"):
             kernels.parts(dim)
+
+
+def test_tiles() -> None:
+    """128 rows and half of V on Hopper, too, but beside a mask or with an uneven V, which shared memory does not hold."""
+    for arch, less in kernels.LESS.items():
+        assert kernels.tile_of(arch, 512, 512) == kernels.Tile(128, 32, 8, 2, halves=True)
+        assert kernels.tile_of(arch, 512, 256).rows == 128
+        for dims in ((512, 512, True), (288, 288, False), (512, 384, False)):
+            assert kernels.tile_of(arch, *dims) == less
+
+
+@pytest.mark.tier("compile")
+def test_fp32_takes_the_smallest_tile(arch: str) -> None:
+    """Operands of fp32 products lie in registers: with the tiles of bf16 D 256 takes 279,040 bytes of shared memory."""
+    found = [x.facts for x in launches(OP, arch) if x.facts["q_ptr"].startswith("*fp32")]
+    assert found
+    assert {(x["ROWS"], x["KEYS"], x["num_warps"]) for x in found} == {("constant 16", "constant 16", "4")}  # fmt: skip
 
 
 def test_visible_pairs() -> None:
@@ -360,7 +390,7 @@ def call_of(**change: Any) -> dict[str, Any]:
         ({"mask": torch.zeros(18, dtype=torch.uint8)}, ValueError, "give mask and mask_indptr together"),
         ({"mask_offsets": torch.zeros(1, dtype=torch.int32)}, ValueError, "mask_offsets only with them"),
         ({"mask": torch.zeros(18), "mask_indptr": torch.zeros(2, dtype=torch.int32)}, TypeError, "mask: expected uint8"),
-        ({"sinks": torch.zeros(2).bfloat16()}, TypeError, "sinks: expected float32"),
+        ({"sinks": torch.zeros(2).half()}, TypeError, "sinks: expected float32 or bfloat16"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks: expected"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale is positive"),
         ({"v_scale": math.inf}, ValueError, "v_scale is positive"),

@@ -18,6 +18,7 @@ from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import (
     MAX_SPLITS,
     choose_splits,
     decode_attention_nvfp4,
+    plan,
     reference,
 )
 from numinous_kv_cache_4bit.kernels.nvfp4_write import encode
@@ -171,11 +172,19 @@ def test_the_ptx_of_the_decoding(selector: int) -> None:
 
 
 def test_splits() -> None:
-    assert choose_splits(64, 8, 64 * 8192, 128, 132) == 2
-    assert choose_splits(1, 8, 131072, 128, 132) == MAX_SPLITS
-    assert choose_splits(1, 8, 300, 128, 132) == 3
-    assert choose_splits(1, 8, 0, 128, 132) == 1
-    assert choose_splits(4000, 8, 10**7, 128, 132) == 1
+    """As many as fill the GPU's places in whole turns: 3 programs of D 128 a multiprocessor, 13 of D 64."""
+    wide, narrow = (132 * plan(4, dim, dim).resident for dim in (128, 64))
+    assert (wide, narrow) == (3 * 132, 13 * 132)
+    assert (
+        choose_splits(64, 8, 64 * 8192, 128, wide) == 3
+    )  # 1536 of 4 · 396; 2 would fill 1024 of 3 · 396
+    assert choose_splits(1, 8, 131072, 128, wide) == 49  # 392 of 396; 64 would take a second turn
+    assert choose_splits(16, 8, 16 * 8192, 128, wide) == 3
+    assert choose_splits(16, 8, 16 * 8192, 64, narrow) == 13
+    assert choose_splits(1, 8, 300, 128, wide) == 1
+    assert choose_splits(1, 8, 0, 128, wide) == 1
+    assert choose_splits(4000, 8, 10**7, 128, wide) == 1
+    assert choose_splits(1, 1, 10**9, 128, wide) == MAX_SPLITS
 
 
 @pytest.mark.tier("interpret")

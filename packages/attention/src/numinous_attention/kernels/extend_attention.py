@@ -25,16 +25,16 @@
 D = D_v = 512, bf16: what a program holds. 64 rows or keys of 512 values are 64 KB ("KB" = 1024), the output is rows · 512 fp32 values in registers.
 
     architecture, limit       rows × keys, warps   Q       K and V            together        output, registers a thread
-    sm90, 227 KB              64 × 32, 8           64 KB   2 · (32 + 32) KB   192 KB          64 · 512 / 256 = 128 of 255
+    sm90, 227 KB              128 × 32, 8, half V  128 KB  2 · (32 + 16) KB   224 KB          128 · 256 / 256 = 128 of 255
+                              64 × 32, 8           64 KB   2 · (32 + 32) KB   192 KB          128
                               64 × 64, 8           64 KB   2 · (64 + 64) KB   320 KB: over    128
-                              128 × 64, 8          128 KB                                     256: over
     sm100, 227 KB, 512        128 × 32, 8, half V  128 KB  2 · (32 + 16) KB   224 KB          256 columns of 512, and S and P beside them;
     columns of tensor memory                                                                  whole: 512 + 16 of 512: over
     sm120, 99 KB              32 × 16, 8           32 KB   2 · (16 + 16) KB   96 KB at most   64
     gfx950, 160 KB            64 × 32, 8 of 64     0       1 · (32 + 32) KB   64 KB at most   64 of 512
 
-128 rows fit on Hopper only with half of V each, so that S of 512 is made twice: 3/2 of the FLOPs, 527 TFLOP/s at best of 790. There 64 rows keep one pass; on sm100, where tensor
-cores take no fewer rows and tensor memory does not hold 64 × 512 beside S, two programs share V ("half V"). What bounds which: docs/deep-dives/extend-512.md.
+128 rows fit only with half of V each ("half V"), so that S of 512 is made twice: 3/2 of the FLOPs, 527 TFLOP/s at best of 790 on Hopper. 64 rows with all of V do not avoid that: Triton lays all
+warps of a product that another follows along its rows, so that both warpgroups of 64 rows make the same S. A mask's tiles (2 · 4 KB) do not fit beside 128 rows: `LESS`. What bounds which: docs/deep-dives/extend-512.md.
 *Arch*      see catalog.py.
 """
 
@@ -284,7 +284,7 @@ def _extend_attention_kernel(
     mask_ptr,  # uint8, or None
     mask_indptr_ptr,
     mask_offsets_ptr,
-    sinks_ptr,  # [heads] fp32, or None
+    sinks_ptr,  # [heads] fp32 or bf16, or None
     out_ptr,
     lse_ptr,  # [tokens, heads] fp32, or None
     q_token_stride,
@@ -431,7 +431,7 @@ def _extend_attention_kernel(
         tl.store(lse_ptr + (begin + token) * heads + head, lse * 0.6931471805599453, mask=live)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
-        total += tl.exp2(sink * 1.4426950408889634 - base)
+        total += tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - base)
     share = tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, total))[:, None]
     to = (
         out_ptr
@@ -459,7 +459,7 @@ class Tile(NamedTuple):
 
 TILES: dict[str, dict[int, Tile]] = {
     # architecture -> the largest head dim that it is for -> tile
-    "sm90": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3), 512: Tile(64, 32, 8, 2)},
+    "sm90": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3), 512: Tile(128, 32, 8, 2, True)},
     "sm100": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2), 512: Tile(128, 32, 8, 2, True)},
     "sm120": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2), 512: Tile(32, 16, 8, 2)},
     "gfx950": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 1), 512: Tile(64, 32, 8, 1)},
@@ -468,9 +468,16 @@ TILES: dict[str, dict[int, Tile]] = {
 }  # fmt: skip
 
 
-def tile_of(arch: str, dim: int, dim_v: int) -> Tile:
-    """The tile for head dims on an architecture (``"sm90"``, …, ``"cpu"``)."""
-    return next(tile for limit, tile in TILES[arch].items() if max(dim, dim_v) <= limit)
+LESS = {"sm90": Tile(64, 32, 8, 2), "sm100": Tile(64, 32, 8, 2, True)}
+"""Where 128 rows with half of V do not fit: beside them shared memory holds neither a mask's tiles nor more of V."""
+
+
+def tile_of(arch: str, dim: int, dim_v: int, masked: bool = False) -> Tile:
+    """The tile for head dims on an architecture (``"sm90"``, …, ``"cpu"``), beside a mask or without one."""
+    tile = next(tile for limit, tile in TILES[arch].items() if max(dim, dim_v) <= limit)
+    if tile.halves and (masked or 256 < dim_v < 512):
+        return LESS[arch]
+    return tile
 
 
 def parts(dim: int) -> tuple[int, int]:
@@ -506,7 +513,9 @@ def _launch(call: _Call, *, skip: bool = True) -> None:
     kv_heads, dim_v = v.shape[1], v.shape[2]
     batch, group = len(call.qo_indptr) - 1, heads // kv_heads
     arch = _arch(q.device)
-    tile = tile_of(arch, dim, dim_v)
+    # Operands of fp32 products lie in registers and take twice the shared memory: every GPU has room for the smallest tile.
+    exact = q.dtype == torch.float32
+    tile = tile_of("cpu" if exact else arch, dim, dim_v, call.mask is not None)
     d0, d1 = parts(dim)
     v0, v1 = parts(dim_v)
     halves = 2 if tile.halves and v1 == v0 else 1
@@ -619,7 +628,7 @@ def extend_attention(
         causal, window, mask, mask_prefix: what a token sees. `mask` is uint8 or bool, flat; `mask_indptr` int32 or int64 [≥ requests],
             `mask_offsets` likewise or None. A mask that shows later tokens of the chunk wants ``causal=False``.
         logit_cap: 0 is none.
-        sinks: fp32 [heads].
+        sinks: fp32 or bf16 [heads].
         k_scale, v_scale: of the pools.
         out: written where given, [tokens, heads, D_v] in q's type.
         with_lse: also return lse.
@@ -718,8 +727,8 @@ def _checked(
                 f"{name}: expected at least {least} entries on {q.device}, got {list(table.shape)} on {table.device}"
             )
     if sinks is not None:
-        if sinks.dtype != torch.float32:
-            raise TypeError(f"sinks: expected float32, got {sinks.dtype}")
+        if sinks.dtype not in (torch.float32, torch.bfloat16):
+            raise TypeError(f"sinks: expected float32 or bfloat16, got {sinks.dtype}")
         if tuple(sinks.shape) != (heads,) or sinks.device != q.device:
             raise ValueError(
                 f"sinks: expected [{heads}] on {q.device}, got {list(sinks.shape)} on {sinks.device}"

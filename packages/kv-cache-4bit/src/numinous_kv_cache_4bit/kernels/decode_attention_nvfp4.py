@@ -50,8 +50,12 @@ __all__ = ["DIMS", "Attended", "decode_attention_nvfp4", "reference", "traffic"]
 DIMS = (64, 96, 128, 192, 256, 512)
 """Head dimensions."""
 MAX_SPLITS = 64
-PROGRAMS = 4
-"""For each multiprocessor, before lists are not split any further: derived, to be measured."""
+JOINED = 16
+"""Parts that are read at a time where they are joined."""
+START_TILES = 3
+"""What a program takes before and after its tiles, in tiles: derived, to be measured."""
+PART_TILES = 2
+"""What writing and joining a part takes, likewise."""
 
 
 class Attended(NamedTuple):
@@ -424,6 +428,7 @@ def _join_kernel(
     splits,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # DIM up to a power of two
+    PARTS: tl.constexpr,  # of a turn
     NATIVE: tl.constexpr,
 ):
     request = (tl.program_id(0) // heads).to(tl.int64)
@@ -432,17 +437,21 @@ def _join_kernel(
     most = float("-inf")
     total = 0.0
     out = tl.zeros([COLUMNS], tl.float32)
-    for split in range(splits):
+    # Several parts at a time, and none waits for its lse: one after the other would be 64 times the latency of L2.
+    for first in range(0, splits, PARTS):
+        split = first + tl.arange(0, PARTS)
+        made = split < splits
         line = (request * splits + split) * heads + head
-        own = tl.load(part_lse_ptr + line)
-        now = tl.maximum(most, own)
+        own = tl.load(part_lse_ptr + line, mask=made, other=float("-inf"))
+        mask = made[:, None] & (column < DIM)[None, :]
+        part = tl.load(part_ptr + line[:, None] * DIM + column[None, :], mask=mask, other=0.0)
+        now = tl.maximum(most, tl.max(own, axis=0))
         base = tl.where(now == float("-inf"), 0.0, now)
         shrink, weight = tl.exp2(most - base), tl.exp2(own - base)
-        # Nothing was written for a split without tokens.
-        width = tl.where(own == float("-inf"), 0, DIM)
-        part = tl.load(part_ptr + line * DIM + column, mask=column < width, other=0.0)
-        total = total * shrink + weight
-        out = out * shrink + part * weight
+        # Nothing was written for a split without tokens: what lies there may be NaN.
+        part = tl.where((own == float("-inf"))[:, None], 0.0, part * weight[:, None])
+        total = total * shrink + tl.sum(weight, axis=0)
+        out = out * shrink + tl.sum(part, axis=0)
         most = now
     base = tl.where(most == float("-inf"), 0.0, most)
     none = total == 0.0
@@ -466,6 +475,8 @@ class Plan(NamedTuple):
     rows: int
     warps: int
     stages: int
+    resident: int
+    """Programs that a multiprocessor holds, by the registers of the sm90 machine code; to be measured."""
 
 
 def plan(group: int, k_dim: int, v_dim: int) -> Plan:
@@ -474,13 +485,25 @@ def plan(group: int, k_dim: int, v_dim: int) -> Plan:
     warps, rows, stages = (
         (1, 64, 3) if v_dim <= 64 else (4, 128, 3) if max(k_dim, v_dim) <= 256 else (8, 64, 2)
     )
-    return Plan(16 if group <= 16 else 32, rows, warps, stages)
+    few = group <= 16
+    if warps == 1:
+        resident = 13 if few else 8
+    elif warps == 4:
+        resident = 3 if few and max(k_dim, v_dim) <= 128 else 2
+    else:
+        resident = 1
+    return Plan(16 if few else 32, rows, warps, stages, resident)
 
 
-def choose_splits(requests: int, blocks: int, entries: int, rows: int, processors: int) -> int:
-    """Programs of each list: four for each processor all together, and no more than there are tiles in all lists."""
-    wanted = -(-PROGRAMS * processors // max(1, requests * blocks))
-    return max(1, min(wanted, MAX_SPLITS, -(-entries // rows)))
+def choose_splits(requests: int, blocks: int, entries: int, rows: int, places: int) -> int:
+    """Programs of each list that take the fewest turns of all `places` of the GPU, the fewest of equals; lists taken for equally long."""
+    tiles = -(-entries // (rows * max(1, requests)))
+
+    def turns(splits: int) -> int:
+        waves = -(-requests * blocks * splits // places)
+        return waves * (-(-tiles // splits) + START_TILES + (PART_TILES if splits > 1 else 0))
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
 def _processors(device: torch.device) -> int:
@@ -505,10 +528,8 @@ def _launch(call: _Call) -> None:
     group = heads // kv_heads
     made = plan(group, k_dim, v_dim)
     blocks = kv_heads * -(-group // made.heads)
-    processors = _processors(call.q.device)
-    splits = call.splits or choose_splits(
-        requests, blocks, len(call.indices), made.rows, processors
-    )
+    places = made.resident * _processors(call.q.device)
+    splits = call.splits or choose_splits(requests, blocks, len(call.indices), made.rows, places)
     native = call.q.device.type != "cpu" and torch.version.hip is None
     out, lse = call.out, call.lse
     if splits > 1:
@@ -574,8 +595,9 @@ def _launch(call: _Call) -> None:
             splits,
             DIM=v_dim,
             COLUMNS=triton.next_power_of_2(v_dim),
+            PARTS=JOINED,
             NATIVE=native,
-            num_warps=2,
+            num_warps=4,
         )
 
 
