@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
-from numinous_kv_cache_4bit.workbench.sparse_mla_decode import SM_SCALE, Case
+from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
 from numinous_tooling.workbench import Tensors
 
 SOURCES = Path(kernels.__file__).parents[1] / "csrc/sparse_mla_decode"
@@ -123,6 +123,17 @@ def run_call(library: Any, call: Any, params: Any, products: kernels.Products = 
     for entry, x, y, threads, shared in launches:
         fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
         assert fault is None, f"{entry}: {fault.decode()}"
+
+
+def check_no_rows(library: Any, heads: int, splits: int, products: kernels.Products) -> None:
+    """A query that names nothing gives zeros and -inf though its q is NaN or infinite; the other one is as ever."""
+    case = Case(2, heads, 130, splits=splits)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    inputs["index"][1] = -1
+    inputs["q"][1] = torch.nan
+    inputs["q"][1, 0, 0] = torch.inf
+    got = run_model(library, case, inputs, products)
+    OP.compare(case, got, OP.reference(case, inputs))
 
 
 def check_debug_script(

@@ -428,12 +428,17 @@ def test_a_kernel_that_fails_ends_the_process(
     assert mend in str(error.value)
 
 
-@pytest.mark.parametrize("fault", ["scores", "heads"])
+@pytest.mark.parametrize("fault", ["scores", "heads", "rope"])
 def test_wrong_scores_and_heads_are_seen_at_boot(
     engine: Any, case: Any, count: Count, native_kernel: NativeKernel, monkeypatch: Any, fault: str
 ) -> None:
     def broken(q: torch.Tensor, pool: torch.Tensor, **of: Any) -> Any:
-        return native_kernel(q * 0 if fault == "scores" else q.roll(1, 2), pool, **of)
+        rope = torch.cat([q[..., :512], q[..., 512:].roll(1, -1)], dim=-1)
+        q = {"scores": q * 0, "heads": q.roll(1, 2), "rope": rope}[fault]
+        return native_kernel(q, pool, **of)
+
+    if fault == "rope" and not case.row.rope_dim:
+        pytest.skip("of rows with a rope part")
 
     monkeypatch.setattr(native, "sparse_mla_decode", broken)
     with pytest.raises(SystemExit, match="answers wrongly"):

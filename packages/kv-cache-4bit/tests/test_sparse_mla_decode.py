@@ -14,7 +14,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kv4_block_model import run_model
+from kv4_block_model import check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
@@ -71,6 +71,13 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     got = run_model(compiled(case.width), case, inputs)
     OP.compare(case, got, OP.reference(case, inputs))
+
+
+@pytest.mark.parametrize("heads", [5, 20, 40])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int) -> None:
+    """Rows that a batch is padded with hold anything in q, NaN and infinity too."""
+    check_no_rows(compiled(352), heads, splits, "wgmma")
 
 
 QUICK_FAULTS = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv4_block_model import builder, check_debug_script, run_model
+from kv4_block_model import builder, check_debug_script, check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
@@ -42,6 +42,11 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     got = run_model(compiled(case.width), case, inputs, "mma")
     OP.compare(case, got, OP.reference(case, inputs))
+
+
+@pytest.mark.parametrize("heads", [5, 20])
+def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int) -> None:
+    check_no_rows(compiled(352), heads, 1, "mma")
 
 
 QUICK_FAULTS = ("V is not transposed", "a half is given back too early")

@@ -173,6 +173,9 @@ __device__ __forceinline__ float exponent_of(const Params& p, float most) {
   return most == -kInf ? 0.0f : most * p.scale_log2;
 }
 
+// A score under its row's bias. Not their sum: a row that is none has zeros, and NaN or infinity in q times these is NaN.
+__device__ __forceinline__ float biased(float score, float bias) { return bias == 0.0f ? score : bias; }
+
 // Heads head … head + kHeads of q into panels, in the order in which tiles hold a row; heads that are none as zeros.
 template <class R, int kHeads>
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, uint32_t to) {

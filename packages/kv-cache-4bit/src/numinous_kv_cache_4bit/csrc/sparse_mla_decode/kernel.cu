@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     float top[2] = {-kInf, -kInf};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      s[i] += bias[buffer * kTile + 32 * half + fragment_column(thread, i)];
+      s[i] = biased(s[i], bias[buffer * kTile + 32 * half + fragment_column(thread, i)]);
       top[i % 4 / 2] = fmaxf(top[i % 4 / 2], s[i]);
     }
 #pragma unroll
@@ -280,7 +280,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     for (int c = 0; c < kColumns; ++c) top[c] = -kInf;
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) {
-      s[i] += bias[fragment_row(thread, i)];
+      s[i] = biased(s[i], bias[fragment_row(thread, i)]);
       top[own_head(i)] = fmaxf(top[own_head(i)], s[i]);
     }
     over_rows<kHeads, true>(top, stat, thread, kOneWarpgroup + group);

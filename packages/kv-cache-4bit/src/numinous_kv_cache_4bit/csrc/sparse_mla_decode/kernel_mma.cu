@@ -183,10 +183,11 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     float x[kRows], top = -kInf;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      x[i] = bias[half * kHalf + own_row + i];
+      x[i] = 0.0f;
 #pragma unroll
       for (int part = 0; part < kInnerParts; ++part)
         x[i] += parts[(part * kHeads + own_head) * kPartStride + own_row + i];
+      x[i] = biased(x[i], bias[half * kHalf + own_row + i]);
       top = fmaxf(top, x[i]);
     }
 #pragma unroll

@@ -215,7 +215,7 @@ __device__ __forceinline__ void weigh(const Params& p, const Work& w, uint8_t* s
     for (int c = 0; c < kColumns; ++c) top[c] = -kInf;
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) {
-      s[i] += bias[buffer * kTile + fragment_row(thread, i)];
+      s[i] = biased(s[i], bias[buffer * kTile + fragment_row(thread, i)]);
       top[own_head(i)] = fmaxf(top[own_head(i)], s[i]);
     }
     over_lanes<true>(top);
