@@ -8,7 +8,8 @@ The first `load` has to come before a latency counts: it reads a file, and in a 
 a microsecond. A launch neither synchronises nor allocates on the device, so CUDA graphs capture it; loading is put in
 the relaxed capture mode, because the driver refuses it in a thread that captures otherwise.
 
-Needs a driver of CUDA 12.4 or newer. HIP code objects are built by `numinous_tooling.compile` and not launched here.
+Needs a driver of CUDA 12.4 or newer for its calls, and for machine code one as new as the compiler: nvcc 13.0 made what our wheels ship,
+which goes with drivers from 580 on (*reported*). HIP code objects are built by `numinous_tooling.compile` and not launched here.
 """
 
 from __future__ import annotations

@@ -485,7 +485,7 @@ MADE_FOR: dict[tuple[int, int], Products] = {
 """Compute capability -> products that the CUDA version takes there. "mma" runs on 9.0, too, where tests put it in."""
 
 ON_REQUEST: tuple[Products, ...] = ("mma", "tcgen05")
-"""No GPU has run these: they are taken where impl="cuda" asks for them, and nowhere else."""
+"""Taken where impl="cuda" asks for them, and nowhere else: no GPU has run them, and no feature proves them at boot as it does WGMMA."""
 
 
 def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
@@ -721,7 +721,7 @@ def sparse_mla_decode(
 
 
 def _not_cuda(call: _Call, *, asked: bool) -> str:
-    """Why the CUDA version does not take a call; empty where it does. Not `asked` for, only what a GPU has run is taken."""
+    """Why the CUDA version does not take a call; empty where it does. Not `asked` for, products of `ON_REQUEST` are not taken."""
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
