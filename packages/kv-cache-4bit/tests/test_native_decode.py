@@ -348,7 +348,9 @@ def test_a_fault_is_seen(
     forward = batch(engine, backend, "DECODE", LENGTHS)
     slots = select(backend, seen(forward, "DECODE"))
 
-    def wrong(q: torch.Tensor, cache: torch.Tensor, *, sm_scale: float, index: torch.Tensor) -> Any:
+    def wrong(
+        q: torch.Tensor, cache: torch.Tensor, *, sm_scale: float, index: torch.Tensor, **more: Any
+    ) -> Any:
         if fault == "scale":
             sm_scale *= 1.5
         elif fault == "layer":
@@ -359,7 +361,7 @@ def test_a_fault_is_seen(
             index = index.clamp(min=0)
         else:
             index = index.roll(1, 0)
-        return native_kernel(q, cache, sm_scale=sm_scale, index=index)
+        return native_kernel(q, cache, sm_scale=sm_scale, index=index, **more)
 
     monkeypatch.setattr(native, "sparse_mla_decode", wrong)
     q, out = run(backend, forward, "DECODE", slots)
