@@ -24,7 +24,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -286,22 +286,31 @@ def measured(options: argparse.Namespace) -> list[Result]:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
+    return run("bench_kv_accuracy", "kv_accuracy.jsonl", options, argv, measured, line, records)
+
+
+def run(
+    program: str,
+    file: str,
+    options: argparse.Namespace,
+    argv: list[str] | None,
+    measured: Callable[[argparse.Namespace], list[Any]],
+    line: Callable[[Any], str],
+    records: Callable[..., list[dict[str, Any]]],
+) -> int:
+    """Measure the arms, print a line of each, append their records where `--evidence` asks for it; the exit code of their verdicts."""
     common = facts.run_facts(CpuClock(), os.environ)  # now: the checkout may change meanwhile
     try:
         found = measured(options)
     except (OSError, ValueError) as error:
-        print(f"bench_kv_accuracy: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     print("\n".join(map(line, found)))
     if options.evidence is not None:
         path = options.evidence
         if path == Path():
-            path = (
-                evidence.find_evidence(Path(__file__).parent)
-                / "kv-cache-4bit"
-                / "kv_accuracy.jsonl"
-            )
-        command = " ".join(["bench_kv_accuracy.py", *(argv or sys.argv[1:])])
+            path = evidence.find_evidence(Path(__file__).parent) / "kv-cache-4bit" / file
+        command = " ".join([f"{program}.py", *(argv or sys.argv[1:])])
         evidence.append(path, records(found, options, common, command))
     verdicts = {result.verdict for result in found}
     return 1 if "FAIL" in verdicts else 2 if "INCONCLUSIVE" in verdicts else 0

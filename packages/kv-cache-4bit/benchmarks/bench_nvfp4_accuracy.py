@@ -19,7 +19,6 @@ Limits, intervals and exit codes are those of bench_kv_accuracy.py.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -38,14 +37,12 @@ from bench_kv_accuracy import (
     figures,
     judge,
     positions_of,
+    run,
     times,
 )
 from torch import Tensor
 
 from numinous_kv_cache_4bit import __version__
-from numinous_tooling import evidence
-from numinous_tooling.bench import facts
-from numinous_tooling.bench.clocks import CpuClock
 from numinous_tooling.gate.accuracy.distance import Estimate, Summary, summarise
 from numinous_tooling.numerics import (
     decode_e4m3fn,
@@ -287,25 +284,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arms", default=",".join(ARMS), help="names, separated by commas")
     parser.add_argument("--evidence", type=Path, nargs="?", const=Path(), help="append records (to FILE)")  # fmt: skip
     options = parser.parse_args(argv)
-    common = facts.run_facts(CpuClock(), os.environ)  # now: the checkout may change meanwhile
-    try:
-        found = measured(options)
-    except (OSError, ValueError) as error:
-        print(f"bench_nvfp4_accuracy: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(map(line, found)))
-    if options.evidence is not None:
-        path = options.evidence
-        if path == Path():
-            path = (
-                evidence.find_evidence(Path(__file__).parent)
-                / "kv-cache-4bit"
-                / "nvfp4_accuracy.jsonl"
-            )
-        command = " ".join(["bench_nvfp4_accuracy.py", *(argv or sys.argv[1:])])
-        evidence.append(path, records(found, options, common, command))
-    verdicts = {one.verdict for one in found}
-    return 1 if "FAIL" in verdicts else 2 if "INCONCLUSIVE" in verdicts else 0
+    return run(
+        "bench_nvfp4_accuracy", "nvfp4_accuracy.jsonl", options, argv, measured, line, records
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from numinous_tooling.testing.tensors import (  # noqa: E402
 )
 from numinous_tooling.workbench import Op, Traffic  # noqa: E402
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 FLOATING = [
     torch.float64,
     torch.float32,
@@ -246,6 +246,16 @@ def test_error_bound_by_hand():
     with pytest.raises(AssertionError, match="shape"):
         assert_within("x", exact[:1], exact, bound)
     assert_within("x", exact[:0], exact[:0], error_bound(low[:0], exact[:0], torch.bfloat16))
+
+
+def test_within_takes_infinities_and_on_request_nan() -> None:
+    exact = torch.tensor([INF, -INF, 1.0, NAN]).double()
+    with pytest.raises(AssertionError, match=r"1 of 4 .*first at \(3,\), worst at \(3,\)"):
+        assert_within("x", exact, exact, 0.0)
+    assert_within("x", exact, exact, 0.0, any_nan=True)
+    for wrong in ([NAN, -INF, 1, NAN], [INF, INF, 1, NAN], [INF, -INF, NAN, 1]):  # fmt: skip
+        with pytest.raises(AssertionError, match="out of bounds"):
+            assert_within("x", torch.tensor(wrong), exact, 1e9, any_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from numinous_attention.kernels.extend_attention import (
     tile_of,
     traffic,
 )
-from numinous_tooling.testing.tensors import assert_bitwise_equal
+from numinous_tooling.testing.tensors import assert_bitwise_equal, assert_within
 from numinous_tooling.workbench import ARCHS, Implementation, Op, Tensors, TritonBinary
 
 KERNEL = "numinous_attention.kernels.extend_attention:_extend_attention_kernel"
@@ -305,17 +305,7 @@ def compare(case: Case, got: Tensors, want: Tensors) -> None:
     unit, loose = (2.0**-20 * (1 + case.cap / 8), 1e-5) if exact else (2.0**-9, 1e-3)
     bound = unit * (ROUNDINGS * want["magnitude"] + want["out"].abs()) + 1e-30
     for name, limit in (("out", bound), ("lse", torch.full_like(want["lse"], loose))):
-        one, other = got[name].double(), want[name]
-        assert one.shape == other.shape, (
-            f"{name}: got {tuple(one.shape)}, want {tuple(other.shape)}"
-        )
-        wrong = ~((one == other) | ((one - other).abs() <= limit))
-        if bool(wrong.any()):
-            where = tuple(int(i) for i in wrong.nonzero()[0])
-            raise AssertionError(
-                f"{name}: {int(wrong.sum())} of {wrong.numel()} elements out of bounds, first at {where}: "
-                f"got {float(one[where])!r}, want {float(other[where])!r}, bound {float(limit[where]):.3g}"
-            )
+        assert_within(name, got[name], want[name], limit)
 
 
 def _run(case: Case, inputs: Tensors) -> Tensors:

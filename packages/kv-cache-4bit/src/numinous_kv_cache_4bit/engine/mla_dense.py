@@ -29,6 +29,7 @@ import torch
 
 from numinous_kv_cache_4bit.engine import mla_dense_native, native
 from numinous_kv_cache_4bit.engine.rows import KeptRows, bf16_width
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import PAGE
 from numinous_kv_cache_4bit.options import DECODE, DENSE_ARCHITECTURES, MLA_DENSE, SCRATCH
 from numinous_tooling.formats import KV4, LATENT_DIM, STOCK_FP8_RAW
 
@@ -106,10 +107,10 @@ def around_pool(
 def _check_native(configurator: Any) -> None:
     from sglang.srt.runtime_context import get_parallel
 
-    if configurator.pool_page_size != mla_dense_native.PAGE:
+    if configurator.pool_page_size != PAGE:
         ROWS.refuse(
-            f"native decode reads pages of {mla_dense_native.PAGE} tokens, these have {configurator.pool_page_size}: "
-            f"add --page-size {mla_dense_native.PAGE}, or set {DECODE[MLA_DENSE].name}={SCRATCH}"
+            f"native decode reads pages of {PAGE} tokens, these have {configurator.pool_page_size}: "
+            f"add --page-size {PAGE}, or set {DECODE[MLA_DENSE].name}={SCRATCH}"
         )
     heads = configurator.model_config.num_attention_heads // get_parallel().attn_tp_size
     native.prove(ROWS, heads, KV4.width, torch.device(configurator.device))

@@ -21,12 +21,11 @@ import torch
 
 from numinous_kv_cache_4bit.engine import native
 from numinous_kv_cache_4bit.engine.rows import KeptRows
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import MAX_SPLITS
 from numinous_tooling.formats import LATENT_DIM
 
-PAGE = 64
 PART = 4 * (LATENT_DIM + 1)  # bytes of a head's partial output
 PARTS = 2**28  # bytes of all of a call
-MOST_SPLITS = 64
 
 
 def attend(
@@ -88,7 +87,7 @@ def most_splits(tokens: int, heads: int, pages: int) -> int | None:
         pages: of a table.
     """
     splits = PARTS // (PART * tokens * heads)
-    return None if splits >= MOST_SPLITS else max(1, min(splits, pages))
+    return None if splits >= MAX_SPLITS else max(1, min(splits, pages))
 
 
 def _tables(

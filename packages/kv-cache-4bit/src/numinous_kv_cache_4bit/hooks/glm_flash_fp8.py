@@ -23,8 +23,8 @@ from numinous_kv_cache_4bit.hooks.kept_rows import (
     HYBRID_POOL,
     KERNELS,
     MHA,
-    POOLS,
     SCHEDULES,
+    STOCK_ROWS,
 )
 from numinous_kv_cache_4bit.hooks.launch import judge_rows
 from numinous_kv_cache_4bit.options import FLASH_ARCHITECTURES, GLM_FLASH_FP8
@@ -112,13 +112,7 @@ FEATURE = Feature(
             pins=(
                 stock_pin(f"{BACKEND}.__init__", "3a45fa68f9968b19"),
                 HYBRID_POOL,
-                stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
-                # How the rows are written.
-                stock_pin(f"{POOLS}:MLATokenToKVPool._write_mla_kv_buffer", "8321b73993618b9d"),
-                stock_pin(f"{KERNELS}.quant_k_cache:quantize_k_cache_separate", "4442f66065fc60fd"),
-                stock_pin(
-                    f"{KERNELS}.quant_k_cache:_quantize_k_cache_fast_separate", "5e052347c4195e71"
-                ),
+                *STOCK_ROWS,
             ),
         ),
         *table_hooks(GLM_FLASH_FP8, 3),

@@ -40,6 +40,13 @@ WRITERS = (
     stock_pin(f"{POOL}.set_mla_kv_buffer", "764ef270ba66b00c"),
     stock_pin(f"{POOL}.set_kv_buffer", "2befb62d015f52c2"),
 )
+STOCK_ROWS = (
+    stock_pin(f"{POOLS}:DSATokenToKVPool.__init__", "9ba3b02ce9f6a477"),
+    stock_pin(f"{POOL}._write_mla_kv_buffer", "8321b73993618b9d"),
+    stock_pin(f"{KERNELS}.quant_k_cache:quantize_k_cache_separate", "4442f66065fc60fd"),
+    stock_pin(f"{KERNELS}.quant_k_cache:_quantize_k_cache_fast_separate", "5e052347c4195e71"),
+)
+"""How stock writes its FP8 rows of sparse MLA."""
 READERS = (
     stock_pin(f"{POOL}.get_mla_kv_buffer", "26a7673d09319999"),
     stock_pin(f"{POOL}.get_key_buffer", "b38801294ac3d7c7"),

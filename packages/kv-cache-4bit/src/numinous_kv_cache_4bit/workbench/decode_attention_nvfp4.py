@@ -21,7 +21,7 @@ from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import (
 from numinous_kv_cache_4bit.kernels.nvfp4_write import BLOCK, encode
 from numinous_kv_cache_4bit.workbench.shared import engine_version
 from numinous_tooling.numerics import dequantize_nvfp4
-from numinous_tooling.testing.tensors import assert_bitwise_equal
+from numinous_tooling.testing.tensors import assert_bitwise_equal, assert_within
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
 KERNELS = "numinous_kv_cache_4bit.kernels.decode_attention_nvfp4"
@@ -223,18 +223,7 @@ def compare(case: Case, got: Tensors, want: Tensors) -> None:
         "lse": 2.0**-19 * (1.0 + largest[..., 0]),
     }
     for name, limit in bounds.items():
-        one, other = got[name].double(), want[name]
-        assert one.shape == other.shape, (
-            f"{name}: got {tuple(one.shape)}, want {tuple(other.shape)}"
-        )
-        equal = (one == other) | (one.isnan() & other.isnan())
-        wrong = ~(equal | ((one - other).abs() <= limit))
-        if bool(wrong.any()):
-            where = tuple(int(i) for i in wrong.nonzero()[0])
-            raise AssertionError(
-                f"{name}: {int(wrong.sum())} of {wrong.numel()} elements out of bounds, first at {where}: "
-                f"got {float(one[where])!r}, want {float(other[where])!r}, bound {float(limit[where]):.3g}"
-            )
+        assert_within(name, got[name], want[name], limit, any_nan=True)
 
 
 def _run(case: Case, inputs: Tensors) -> Tensors:

@@ -24,7 +24,7 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     traffic,
     triton_heads,
 )
-from numinous_tooling.testing.tensors import assert_bitwise_equal
+from numinous_tooling.testing.tensors import assert_bitwise_equal, assert_within
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
 KERNELS = "numinous_kv_cache_4bit.kernels.sparse_mla_decode"
@@ -203,18 +203,7 @@ def compare(case: Case, got: Tensors, want: Tensors) -> None:
     bound = 2.0**-9 * (ROUNDINGS * want["magnitude"] + want["out"].abs()) + 1e-30
     loose = 4e-3 if row_format_of(case.width).stock else 1e-3
     for name, limit in (("out", bound), ("lse", torch.full_like(want["lse"], loose))):
-        one, other = got[name].double(), want[name]
-        assert one.shape == other.shape, (
-            f"{name}: got {tuple(one.shape)}, want {tuple(other.shape)}"
-        )
-        equal = (one == other) | (one.isnan() & other.isnan())
-        wrong = ~(equal | ((one - other).abs() <= limit))
-        if bool(wrong.any()):
-            where = tuple(int(i) for i in wrong.nonzero()[0])
-            raise AssertionError(
-                f"{name}: {int(wrong.sum())} of {wrong.numel()} elements out of bounds, first at {where}: "
-                f"got {float(one[where])!r}, want {float(other[where])!r}, bound {float(limit[where]):.3g}"
-            )
+        assert_within(name, got[name], want[name], limit, any_nan=True)
 
 
 def _ours(impl: Impl) -> Any:

@@ -275,24 +275,36 @@ def error_bound(
 
 
 def assert_within(
-    name: str, got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor | float
+    name: str,
+    got: torch.Tensor,
+    exact: torch.Tensor,
+    bound: torch.Tensor | float,
+    *,
+    any_nan: bool = False,
 ) -> None:
-    """Compare in fp64: ``|got - exact| ≤ bound``, element by element; NaN and another shape never pass.
+    """Compare in fp64: ``|got - exact| ≤ bound``, element by element; equal infinities pass, another shape never does.
+
+    Args:
+        any_nan: whether NaN passes where `exact` is NaN; without it no NaN does.
 
     Raises:
-        AssertionError: names the worst element, its error and its bound, and how many are out of bounds.
+        AssertionError: names the first and the worst element, its error and its bound, and how many are out of bounds.
     """
     if got.shape != exact.shape:
         raise AssertionError(f"{name}: got shape {tuple(got.shape)}, want {tuple(exact.shape)}")
     error = (got.double() - exact.double()).abs()
     limits = torch.as_tensor(bound, dtype=torch.float64, device=error.device).expand(error.shape)
-    outside = ~(error <= limits)
+    inside = (error <= limits) | (got.isinf() & (got.double() == exact.double()))
+    if any_nan:
+        inside |= got.isnan() & exact.isnan()
+    outside = ~inside
     if not bool(outside.any()):
         return
     excess = torch.where(outside, error / limits, 0.0).nan_to_num(nan=float("inf"))
+    first = coordinate(int(outside.flatten().int().argmax()), outside.shape)
     where = coordinate(int(excess.flatten().argmax()), excess.shape)
     raise AssertionError(
-        f"{name}: {int(outside.sum())} of {outside.numel()} elements out of bounds, worst at {where}: "
+        f"{name}: {int(outside.sum())} of {outside.numel()} elements out of bounds, first at {first}, worst at {where}: "
         f"got {got[where].item()!r}, want {exact[where].item()!r}, "
         f"error {error[where].item():.3g} > {limits[where].item():.3g}"
     )

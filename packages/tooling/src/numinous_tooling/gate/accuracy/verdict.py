@@ -183,19 +183,7 @@ def judge_distance(
 def judge_loss(delta: Estimate, floor: Estimate, margin: float) -> RowVerdict:
     """Judge by how much the loss per token on the printed solutions grew."""
     limit = margin * max(abs(floor.value), MIN_LOSS_FLOOR)
-    word, reason = _word(delta.low, delta.high, limit, "loss")
-    return RowVerdict(
-        "gold_loss",
-        "loss on GSM8K solutions",
-        word,
-        reason,
-        "nats/token",
-        delta.value,
-        delta.low,
-        delta.high,
-        floor.value,
-        limit,
-    )
+    return _loss_row("gold_loss", "loss on GSM8K solutions", delta, floor, limit)
 
 
 def judge_text_loss(
@@ -203,10 +191,14 @@ def judge_text_loss(
 ) -> RowVerdict:
     """Judge by how much the loss per token on the text grew, as a share of A's loss."""
     limit = YARDSTICK_LOSS * base_loss
+    return _loss_row(f"{row}_loss", f"loss, {label}", delta, floor, limit)
+
+
+def _loss_row(row: str, label: str, delta: Estimate, floor: Estimate, limit: float) -> RowVerdict:
     word, reason = _word(delta.low, delta.high, limit, "loss")
     return RowVerdict(
-        f"{row}_loss",
-        f"loss, {label}",
+        row,
+        label,
         word,
         reason,
         "nats/token",
