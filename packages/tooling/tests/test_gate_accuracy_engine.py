@@ -11,6 +11,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,3 +109,32 @@ def test_a_planted_fault_fails(fault: str, stock: str, model: Path, tmp_path: Pa
     assert set(words.values()) == {"FAIL"}, words
     counts = read_totals(tmp_path / "state")
     assert counts[counter_name(fault)]["engaged"] > 0
+
+
+def test_a_zero_head_between_the_segments_of_a_graph(monkeypatch: pytest.MonkeyPatch):
+    """MLA's prefill under a graph with breaks goes past `RadixAttention.forward`."""
+    import torch
+    from sglang.srt.layers import radix_attention
+
+    from numinous_tooling.engine import planted
+
+    def attention(query, key, value, output, save_kv_cache, layer_id):
+        output.fill_(1)
+
+    layer = SimpleNamespace(tp_q_head_num=2)
+    context = SimpleNamespace(attention_layers=[layer, layer])
+    monkeypatch.setattr(radix_attention, "_unified_attention_with_output_impl", attention)
+    monkeypatch.setattr(radix_attention, "get_tc_piecewise_forward_context", lambda: context)
+    # so that what is planted ends with the test
+    stock = radix_attention.RadixAttention.forward
+    monkeypatch.setattr(radix_attention.RadixAttention, "forward", stock)
+    planted.FAULTS["head"]()
+    outputs = []
+    for layer_id in (1, 0, 1):
+        outputs.append(torch.zeros(3, 2 * 4))
+        radix_attention._unified_attention_with_output_impl(
+            None, None, None, outputs[-1], True, layer_id
+        )
+    zeros = [int((output == 0).sum()) for output in outputs]
+    assert zeros == [12, 0, 12]
+    assert (outputs[0].view(3, 2, 4)[:, 0] == 0).all()

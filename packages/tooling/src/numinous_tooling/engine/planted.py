@@ -123,21 +123,42 @@ def _wrap_writer(
 
 
 def _plant_zero_head(fault: str) -> None:
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers import radix_attention
 
-    stock = RadixAttention.forward
     one_layer = _OneLayer(fault)
+    forward = radix_attention.RadixAttention.forward
+    # What graphs with breaks call between their segments, at capture and at every replay. MLA's absorbing form gets there
+    # past `RadixAttention.forward`.
+    between = radix_attention._unified_attention_with_output_impl
+    signature = inspect.signature(between)
 
-    @functools.wraps(stock)
+    def zero(output: Any, heads: int) -> None:
+        output.view(output.shape[0], heads, -1)[:, 0] = 0
+
+    @functools.wraps(forward)
     def numinous_planted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         def changed() -> Any:
-            output = stock(self, *args, **kwargs)
-            output.view(output.shape[0], self.tp_q_head_num, -1)[:, 0] = 0
+            output = forward(self, *args, **kwargs)
+            zero(output, self.tp_q_head_num)
             return output
 
-        return one_layer.run(self.layer_id, changed, lambda: stock(self, *args, **kwargs))
+        return one_layer.run(self.layer_id, changed, lambda: forward(self, *args, **kwargs))
 
-    RadixAttention.forward = numinous_planted_forward
+    @functools.wraps(between)
+    def numinous_planted_between(*args: Any, **kwargs: Any) -> Any:
+        values = signature.bind(*args, **kwargs).arguments
+        layer_id = values["layer_id"]
+
+        def changed() -> Any:
+            result = between(*args, **kwargs)
+            layer = radix_attention.get_tc_piecewise_forward_context().attention_layers[layer_id]
+            zero(values["output"], layer.tp_q_head_num)
+            return result
+
+        return one_layer.run(layer_id, changed, lambda: between(*args, **kwargs))
+
+    radix_attention.RadixAttention.forward = numinous_planted_forward
+    radix_attention._unified_attention_with_output_impl = numinous_planted_between
 
 
 FAULTS: dict[str, Callable[[], None]] = {
