@@ -312,6 +312,22 @@ def test_the_launcher_takes_what_has_kernels(monkeypatch: Any) -> None:
 
 
 @pytest.mark.tier("ref")
+def test_launcher_and_source_have_the_same_numbers() -> None:
+    """A grid made for other blocks of a row than the kernel's would write beyond the outputs."""
+    source = (
+        Path(kernels.__file__).parents[1] / "csrc" / "rmsnorm_quant" / "hopper.cuh"
+    ).read_text()
+    found = dict(re.findall(r"^constexpr int (k\w+) = ([\d -]+);", source, re.MULTILINE))
+    wanted = {
+        "kParts": kernels.SPLIT_PARTS,
+        "kRingShared": kernels.RING_SHARED,
+        "kRingThreads": kernels.RING_THREADS,
+    }
+    values = {name: int(n) - int(minus or 0) for name, text in found.items() for n, _, minus in [text.partition(" - ")]}  # fmt: skip
+    assert values == wanted
+
+
+@pytest.mark.tier("ref")
 @pytest.mark.parametrize("schedule", ["split", "ring"])
 def test_other_hidden_sizes_are_refused(schedule: Any, monkeypatch: Any) -> None:
     with pytest.raises(NotImplementedError, match=f"{schedule}: hidden sizes 4096 and 7168 only"):
