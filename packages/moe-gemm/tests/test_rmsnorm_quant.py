@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import runpy
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -105,10 +103,17 @@ ENGINE_CASES = [
 
 
 @pytest.mark.tier("device", archs=("sm90",))
-@pytest.mark.parametrize("schedule", ["single", "stream"])
-@pytest.mark.parametrize("case", ENGINE_CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    [
+        pytest.param(case, schedule, id=f"{case_id(case)}-{schedule}")
+        for case in ENGINE_CASES
+        for schedule in kernels.SCHEDULES
+        if kernels.refuses(schedule, case.hidden) is None
+    ],
+)
 def test_bits_of_the_engine(case: Case, schedule: str, gpu: torch.device, monkeypatch: Any) -> None:
-    """Both schedules give every bit of the engine's norm followed by its quantisation."""
+    """Every schedule gives every bit of the engine's norm followed by its quantisation."""
     _engine_or_skip()
     launch = kernels._launch_cuda
     monkeypatch.setattr(kernels, "_launch_cuda", lambda call: launch(call, schedule))
@@ -139,7 +144,7 @@ def test_layout_of_deep_gemm(rows: int, hidden: int, gpu: torch.device) -> None:
     assert_bitwise_equal("scale", out.scale, packed)
 
 
-CANDIDATE_CASES = [
+HOPPER_CASES = [
     *(
         Case(rows, hidden, residual=residual, scales=scales, bf16=True, values=values)
         for rows, scales, values in (
@@ -160,16 +165,13 @@ CANDIDATE_CASES = [
     ),
     Case(266, 7168, residual=True, gemma=True, bf16=True),
 ]
-CANDIDATES = [schedule for schedule in kernels.SCHEDULES if schedule not in ("single", "stream")]
 
 
 @pytest.mark.tier("device", archs=("sm90",))
-@pytest.mark.parametrize("schedule", CANDIDATES, ids=lambda schedule: f"by_{schedule}")
-@pytest.mark.parametrize("case", CANDIDATE_CASES, ids=case_id)
-def test_bits_of_candidates(case: Case, schedule: Any, gpu: torch.device) -> None:
-    """A candidate gives every bit that the launcher's own schedule gives, three times, and once with y in the place of x."""
-    if reason := kernels.refuses(schedule, case.rows, case.hidden, case.residual):
-        pytest.skip(reason)
+@pytest.mark.parametrize("schedule", ["split", "ring"])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=case_id)
+def test_bits_of_hopper_schedules(case: Case, schedule: Any, gpu: torch.device) -> None:
+    """Each gives every bit that "stream" gives, three times, and once with y in the place of x; so does the launcher's choice."""
     launch = kernels._launch_cuda
 
     def run(chosen: Any, y_is_x: bool = False) -> dict[str, torch.Tensor]:
@@ -191,9 +193,10 @@ def test_bits_of_candidates(case: Case, schedule: Any, gpu: torch.device) -> Non
         out = {k: v.contiguous() for k, v in out.items() if v is not None}
         return {**out, "y": workbench._ordered(y)} if y is not None else out
 
-    want = run(None)
-    for y_is_x in (False, False, False, *([True] if case.bf16 else [])):
-        got = run(schedule, y_is_x)
+    want = run("stream")
+    calls = [(schedule, False)] * 3 + [(None, False)]
+    for chosen, y_is_x in calls + [(schedule, True), (None, True)] * case.bf16:
+        got = run(chosen, y_is_x)
         for name, value in want.items():
             kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[value.element_size()]
             assert_bitwise_equal(name, got[name].view(kind), value.view(kind))
@@ -230,102 +233,119 @@ class _Recorded:
         return 4
 
     def __call__(self, grid: Any, threads: int, args: Any, *, shared: int, **more: Any) -> None:
-        launched = (self.name, grid, threads, shared)
-        self.launches.append((*launched, more["cluster"]) if "cluster" in more else launched)
+        cluster = more["cluster"]
+        self.launches.append((self.name, grid, threads, shared, *([cluster] if cluster else [])))
 
 
-@pytest.mark.tier("ref")
-@pytest.mark.parametrize(
-    ("rows", "hidden", "add", "optin", "want"),
-    [
-        (1, 7168, False, 232448, ("single_1", (1,), 896, 28672)),
-        (264, 7168, False, 232448, ("single_1", (264,), 896, 28672)),
-        (265, 7168, False, 232448, ("stream_128_7", (265,), 128, 43008)),
-        (1056, 16384, True, 232448, ("single_2_add", (1056,), 1024, 65536)),
-        (1057, 16384, True, 232448, ("stream_128_16_add", (1057,), 128, 131072)),
-        (1057, 16384, True, 101376, ("single_2_add", (1057,), 1024, 65536)),
-        (1057, 12288, True, 101376, ("stream_128_12_add", (1057,), 128, 98304)),
-        (1057, 2048, False, 232448, ("stream_32_8", (265,), 128, 24576)),
-        (10000, 4096, False, 232448, ("stream_64_8", (500,), 128, 32768)),
-    ],
-)  # fmt: skip
-def test_launches(
-    rows: int, hidden: int, add: bool, optin: int, want: Any, monkeypatch: Any
-) -> None:
-    """Schedule, grid and shared memory on a GPU of 132 multiprocessors."""
+HOPPER = types.SimpleNamespace(
+    multi_processor_count=132, shared_memory_per_block_optin=232448, major=9
+)
+BLACKWELL = types.SimpleNamespace(
+    multi_processor_count=132, shared_memory_per_block_optin=232448, major=10
+)
+CONSUMER = types.SimpleNamespace(
+    multi_processor_count=132, shared_memory_per_block_optin=101376, major=12
+)
+
+
+def _launch(
+    rows: int, hidden: int, add: bool, gpu: Any, schedule: Any, monkeypatch: Any
+) -> list[Any]:
     launches: list[Any] = []
-    properties = types.SimpleNamespace(
-        multi_processor_count=132, shared_memory_per_block_optin=optin
-    )
     stream = types.SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(kernels, "_load", lambda name, variant: _Recorded(name + variant, launches))
     x = torch.empty(1, dtype=torch.bfloat16).expand(rows, hidden)  # nobody reads it
-    residual = x if add else None
-    kernels._launch_cuda(
-        kernels._Call(x, residual, x[0], x, None, None, None, rows, rows, hidden, 0, EPS, 0.0, "")
-    )
-    assert launches == [want]
-
-
-@pytest.mark.tier("ref")
-@pytest.mark.parametrize(
-    ("schedule", "rows", "hidden", "add", "want"),
-    [
-        ("prompt", 1, 7168, False, ("prompt_1", (4,), 896, 28672, None)),
-        ("split", 1, 4096, False, ("split_64_8_4", (16,), 64, 0, None)),
-        ("split", 33, 7168, True, ("split_128_7_4_add", (144,), 128, 0, (4,))),
-        ("split", 34, 7168, True, ("split_128_7_2_add", (72,), 128, 0, (2,))),
-        ("ring", 100, 4096, True, ("ring_64_8_add", (100,), 512, 231424, None)),
-        ("ring", 4096, 7168, False, ("ring_128_7", (132,), 512, 231424, None)),
-        ("ring_wide", 4096, 4096, False, ("ring_wide_64_8", (132,), 768, 231424, None)),
-    ],
-)  # fmt: skip
-def test_launches_of_candidates(
-    schedule: Any, rows: int, hidden: int, add: bool, want: Any, monkeypatch: Any
-) -> None:
-    launches: list[Any] = []
-    monkeypatch.setattr(kernels, "_load", lambda name, variant: _Recorded(name + variant, launches))
-    x = torch.empty(1, dtype=torch.bfloat16).expand(rows, hidden)
     padded = -(-rows // 4) * 4
     call = kernels._Call(
         x, x if add else None, x[0], x, None, None, None, rows, padded, hidden, 0, EPS, 0.0, ""
     )
-    kernels._launch_trial(call, schedule, "_add" if add else "", kernels._Params(), 132, 0)
-    assert launches == [want]
+    kernels._launch_cuda(call, schedule)
+    return launches
 
 
 @pytest.mark.tier("ref")
-def test_trial_judges_and_times_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command of the GPU run: its names are the schedules', and what fails or hangs is not among those it times."""
-    path = Path(__file__).parents[1] / "benchmarks" / "try_rmsnorm_quant.py"
-    trial = runpy.run_path(str(path))
-    assert list(trial["CANDIDATES"]) == CANDIDATES
-    everyone = {*workbench.TRIAL.implementations, *workbench.TRIAL.peers}
-    assert {*trial["OTHERS"], *CANDIDATES} == everyone
-    for case in workbench.TRIAL.bench_cases:
-        takers = [name for name in CANDIDATES if workbench.TRIAL.peers[name].refuses(case) is None]
-        assert takers, case_id(case)
-    python = [sys.executable, "-c"]
-    commands = {
-        "right": [*python, "print('1 passed')"],
-        "wrong": [*python, "raise SystemExit('a bit differs')"],
+@pytest.mark.parametrize(
+    ("rows", "hidden", "add", "gpu", "want"),
+    [
+        (1, 7168, False, BLACKWELL, ("single_1", (1,), 896, 28672)),
+        (1, 7168, False, CONSUMER, ("single_1", (1,), 896, 28672)),
+        (1, 8192, False, HOPPER, ("single_1", (1,), 1024, 32768)),
+        (1, 7168, False, HOPPER, ("split_128_7", (16,), 128, 0)),
+        (33, 4096, False, HOPPER, ("split_64_8", (144,), 64, 0)),
+        (33, 7168, True, HOPPER, ("split_128_7_add", (144,), 128, 0, (4,))),
+        (34, 7168, True, HOPPER, ("ring_128_7_add", (34,), 512, 231424)),
+        (34, 4096, False, HOPPER, ("ring_64_8", (34,), 512, 231424)),
+        (528, 7168, False, HOPPER, ("ring_128_7", (132,), 512, 231424)),
+        (529, 7168, False, HOPPER, ("stream_128_7", (265,), 128, 43008)),
+        (4224, 4096, True, HOPPER, ("ring_64_8_add", (132,), 512, 231424)),
+        (4225, 4096, True, HOPPER, ("stream_64_8_add", (2113,), 128, 49152)),
+        (264, 7168, False, BLACKWELL, ("single_1", (264,), 896, 28672)),
+        (265, 7168, False, BLACKWELL, ("stream_128_7", (265,), 128, 43008)),
+        (1056, 16384, True, HOPPER, ("single_2_add", (1056,), 1024, 65536)),
+        (1057, 16384, True, HOPPER, ("stream_128_16_add", (1057,), 128, 131072)),
+        (1057, 16384, True, CONSUMER, ("single_2_add", (1057,), 1024, 65536)),
+        (1057, 12288, True, CONSUMER, ("stream_128_12_add", (1057,), 128, 98304)),
+        (1057, 2048, False, HOPPER, ("stream_32_8", (265,), 128, 24576)),
+        (10000, 4096, False, HOPPER, ("stream_64_8", (500,), 128, 32768)),
+    ],
+)  # fmt: skip
+def test_launches(rows: int, hidden: int, add: bool, gpu: Any, want: Any, monkeypatch: Any) -> None:
+    """Schedule, grid and shared memory on a GPU of 132 multiprocessors."""
+    assert _launch(rows, hidden, add, gpu, None, monkeypatch) == [want]
+
+
+@pytest.mark.tier("ref")
+def test_the_launcher_takes_what_has_kernels(monkeypatch: Any) -> None:
+    """Whatever the size, what is chosen is in a binary of that architecture."""
+    made = {
+        major: {e for b in kernels.BINARIES if arch in b.archs for e in b.entries}
+        for major, arch in ((9, "sm90"), (10, "sm100"), (12, "sm120"))
     }
-    assert trial["judged"](commands, 300) == ["right"]
-    assert "a bit differs" in capsys.readouterr().out
-    assert trial["judged"]({"hangs": [*python, "import time; time.sleep(600)"]}, 1) == []
-    assert "no end after 1 s" in capsys.readouterr().out
+    for gpu in (HOPPER, BLACKWELL, CONSUMER):
+        for hidden in (512, 4096, 5120, 7168, 8192, 16384):
+            for rows, add in ((r, a) for r in (1, 33, 100, 600, 5000) for a in (False, True)):
+                [(name, *_)] = _launch(rows, hidden, add, gpu, None, monkeypatch)
+                assert name in made[gpu.major], (name, rows, hidden)
 
 
 @pytest.mark.tier("ref")
-def test_candidates_refuse() -> None:
-    x = torch.empty(1, dtype=torch.bfloat16).expand(67, 4096)
-    call = kernels._Call(x, x, x[0], x, None, None, None, 67, 68, 4096, 0, EPS, 0.0, "")
-    for schedule, reason in (("split", "to 66 rows"), ("ring_wide", "without residual")):
-        with pytest.raises(NotImplementedError, match=reason):
-            kernels._launch_trial(call, schedule, "_add", kernels._Params(), 132, 0)  # type: ignore[arg-type]
+def test_launcher_and_source_have_the_same_numbers() -> None:
+    """A grid made for other blocks of a row than the kernel's would write beyond the outputs."""
+    source = (
+        Path(kernels.__file__).parents[1] / "csrc" / "rmsnorm_quant" / "hopper.cuh"
+    ).read_text()
+    found = dict(re.findall(r"^constexpr int (k\w+) = ([\d -]+);", source, re.MULTILINE))
+    wanted = {
+        "kParts": kernels.SPLIT_PARTS,
+        "kRingShared": kernels.RING_SHARED,
+        "kRingThreads": kernels.RING_THREADS,
+    }
+    values = {name: int(n) - int(minus or 0) for name, text in found.items() for n, _, minus in [text.partition(" - ")]}  # fmt: skip
+    assert values == wanted
+
+
+@pytest.mark.tier("ref")
+@pytest.mark.parametrize("schedule", ["split", "ring"])
+def test_other_hidden_sizes_are_refused(schedule: Any, monkeypatch: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"{schedule}: hidden sizes 4096 and 7168 only"):
+        _launch(1, 8192, False, HOPPER, schedule, monkeypatch)
+
+
+@pytest.mark.tier("ref")
+@pytest.mark.parametrize("schedule", [None, *kernels.SCHEDULES])
+def test_a_sweep_times_what_it_names(schedule: Any, monkeypatch: Any) -> None:
+    """Each provider of the sweep asks the launcher for its schedule, and takes every case."""
+    asked: list[Any] = []
+    monkeypatch.setattr(kernels, "_check_cuda", lambda *arguments: None)
+    monkeypatch.setattr(kernels, "_launch_cuda", lambda call, by=None: asked.append(by))
+    provider = workbench.SWEEP.implementations[schedule or "cuda"]
+    for case in (Case(1, 4096), Case(2, 7168, residual=True)):
+        provider.run(case, OP.make_inputs(case, 1, "cpu"))
+    assert asked == [schedule, schedule]
+    assert [case for case in workbench.SWEEP.bench_cases if provider.refuses(case)] == []
 
 
 def _stored_before_wait(sass: str) -> list[str]:
@@ -364,7 +384,7 @@ def test_nothing_is_stored_before_the_wait(
     assert {name: found for name in code if (found := _stored_before_wait(code[name]))} == {}
 
 
-# --- Both schedules, edges ------------------------------------------------------------------------------------------
+# --- Schedules for every hidden size, edges ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.tier("device", archs=("sm90",))

@@ -224,7 +224,6 @@ uint4 load_streaming(const void* p) { return *static_cast<const uint4*>(p); }
 uint4 load_constant(const void* p) { return *static_cast<const uint4*>(p); }
 void wait_for_kernel_ahead(const void* = nullptr) {}
 void let_next_start() {}
-void forget(uint4&) {}
 
 void copy_async(uint4* to, const void* from, bool inside) {
   if (!inside) {

@@ -279,16 +279,12 @@ _MORE = (
         if (name := f"stream_{width}_{count}") not in _USUAL
     ),
 )
-_TRIAL = (
-    "prompt_1",
-    *(f"ring_{shape}" for shape in ("64_8", "128_7")),
-    *(f"split_{shape}_{parts}" for shape in ("64_8", "128_7") for parts in (2, 4)),
+_HOPPER = tuple(
+    f"{schedule}_{shape}" for schedule in ("split", "ring") for shape in ("64_8", "128_7")
 )
-_TRIAL_WIDE = ("ring_wide_64_8", "ring_wide_128_7")
 
-Schedule = Literal["single", "stream", "prompt", "split", "ring", "ring_wide"]
-SCHEDULES: tuple[Schedule, ...] = ("single", "stream", "prompt", "split", "ring", "ring_wide")
-"""The first two are chosen by the launcher; the others are candidates that no GPU has run."""
+Schedule = Literal["single", "stream", "split", "ring"]
+SCHEDULES: tuple[Schedule, ...] = ("single", "stream", "split", "ring")
 
 BINARIES = (
     SourceBinary(
@@ -303,16 +299,13 @@ BINARIES = (
         defines={"NUMINOUS_MORE": "1"},
         quick=False,
     ),
-    # Candidates, see csrc/rmsnorm_quant/trial.cuh.
+    # csrc/rmsnorm_quant/hopper.cuh: timed on sm90 only.
     SourceBinary(
-        name="rmsnorm_quant_trial",
+        name="rmsnorm_quant_hopper",
         source="csrc/rmsnorm_quant/kernel.cu",
-        entries=[
-            *(kernel + variant for kernel in _TRIAL for variant in _VARIANTS),
-            *(kernel + variant for kernel in _TRIAL_WIDE for variant in _VARIANTS[:2]),
-        ],
+        entries=[kernel + variant for kernel in _HOPPER for variant in _VARIANTS],
         archs=("sm90",),
-        defines={"NUMINOUS_TRIAL": "1"},
+        defines={"NUMINOUS_HOPPER": "1"},
         quick=False,
     ),
 )
@@ -340,52 +333,36 @@ def stream_shared(hidden: int, held: int, add: bool) -> int:
     return 4 * hidden + 16 * STREAM_THREADS * held * (2 if add else 1)
 
 
-RING_SHARED = 232448 - 1024  # `kRingShared` of trial.cuh
-RING_THREADS = {"ring": 512, "ring_wide": 768}
-SPLIT_ROWS = 66  # at most: two blocks of a row on 132 multiprocessors
+# Of "split" and "ring". They have no code for a row that does not fill the last vector of every thread, and these two are
+# the sizes that were timed.
+HOPPER_HIDDEN = (4096, 7168)
+SPLIT_PARTS = 4  # `kParts` of hopper.cuh
+RING_SHARED, RING_THREADS = 232448 - 1024, 512  # `kRingShared`, `kRingThreads`
+# Without and with a residual. On an H200 (132 multiprocessors) "ring" beat what the launcher took then, to 512 and to 4096 rows; at the
+# next sizes that were timed, 4096 and 16384, "stream" was the faster (evidence/moe-gemm/rmsnorm_quant_trial.jsonl).
+RING_ROWS_PER_PROCESSOR = {False: 4, True: 32}
 
 
-def refuses(schedule: Schedule, rows: int, hidden: int, add: bool) -> str | None:
-    """Why a candidate does not take a call; None where it does. "single" and "stream" take all."""
-    if schedule in ("single", "stream"):
+def refuses(schedule: Schedule, hidden: int) -> str | None:
+    """Why a schedule does not take a hidden size; None where it does."""
+    if schedule in ("single", "stream") or hidden in HOPPER_HIDDEN:
         return None
-    if schedule == "prompt":
-        return "hidden sizes to 8192 only" if hidden > 8 * SINGLE_THREADS else None
-    if hidden not in (4096, 7168):
-        return "hidden sizes 4096 and 7168 only"
-    if schedule == "ring_wide" and add:
-        return "without residual only"
-    if schedule == "split" and rows > SPLIT_ROWS:
-        return f"to {SPLIT_ROWS} rows only"
-    return None
+    return f"hidden sizes {' and '.join(map(str, HOPPER_HIDDEN))} only"
 
 
-def _launch_trial(
-    call: _Call, schedule: Schedule, variant: str, params: _Params, processors: int, stream: int
-) -> None:
-    """Launch a candidate; raises NotImplementedError where it does not take the call."""
-    add = call.residual is not None
-    if reason := refuses(schedule, call.rows, call.hidden, add):
-        raise NotImplementedError(f"{schedule}: {reason}")
-    width = threads_per_row(call.hidden)
-    vectors = -(-call.hidden // (8 * width))
-    shared, cluster = 0, None
-    if schedule == "prompt":
-        kernel = _load("prompt_1", variant)
-        # Padding rows of the scales have blocks of their own.
-        grid, threads, shared = call.padded, width * vectors, 4 * call.hidden
-    elif schedule == "split":
-        # Four blocks of a row while each has a multiprocessor to itself.
-        parts = 4 if 4 * call.rows <= processors else 2
-        kernel = _load(f"split_{width}_{vectors}_{parts}", variant)
-        grid, threads = call.padded * parts, width
-        # The blocks of a row wait for each other where they write what the others read.
-        in_place = add or (call.y is not None and call.y.data_ptr() == call.x.data_ptr())
-        cluster = (parts,) if in_place else None
-    else:
-        kernel = _load(f"{schedule}_{width}_{vectors}", variant)
-        grid, threads, shared = min(processors, call.rows), RING_THREADS[schedule], RING_SHARED
-    kernel((grid,), threads, (params,), shared=shared, stream=stream, pdl=True, cluster=cluster)
+def _chosen(call: _Call, stream_bytes: int, gpu: Any) -> Schedule:
+    """The schedule for a call; `stream_bytes` of shared memory are what "stream" asks for, `gpu` has torch's properties."""
+    add, processors = call.residual is not None, gpu.multi_processor_count
+    if gpu.major == 9 and call.hidden in HOPPER_HIDDEN:
+        # Each block of a row has a multiprocessor to itself.
+        if SPLIT_PARTS * call.rows <= processors:
+            return "split"
+        if call.rows <= RING_ROWS_PER_PROCESSOR[add] * processors:
+            return "ring"
+    few = call.rows <= SINGLE_ROWS_PER_PROCESSOR[add] * processors
+    # Consumer GPUs have 99 KiB: too little for the widest rows with a residual.
+    fits = stream_bytes <= gpu.shared_memory_per_block_optin
+    return "single" if few or not fits else "stream"
 
 
 def _launch_cuda(call: _Call, schedule: Schedule | None = None) -> None:
@@ -406,25 +383,22 @@ def _launch_cuda(call: _Call, schedule: Schedule | None = None) -> None:
     )  # fmt: skip
     with torch.cuda.device(call.x.device):
         stream = torch.cuda.current_stream().cuda_stream
-        properties = torch.cuda.get_device_properties(call.x.device)
-        processors = properties.multi_processor_count
+        gpu = torch.cuda.get_device_properties(call.x.device)
+        processors = gpu.multi_processor_count
         held = next(count for count in STREAM_VECTORS[width] if vectors <= count)
-        shared = stream_shared(call.hidden, held, add)
-        if schedule is None:
-            few = call.rows <= SINGLE_ROWS_PER_PROCESSOR[add] * processors
-            # Consumer GPUs have 99 KiB: too little for the widest rows with a residual.
-            fits = shared <= properties.shared_memory_per_block_optin
-            schedule = "single" if few or not fits else "stream"
-        if schedule not in ("single", "stream"):
-            _launch_trial(call, schedule, variant, params, processors, stream)
-            return
+        stream_bytes = stream_shared(call.hidden, held, add)
+        schedule = schedule or _chosen(call, stream_bytes, gpu)
+        if reason := refuses(schedule, call.hidden):
+            raise NotImplementedError(f"{schedule}: {reason}")
+        cluster = None
         if schedule == "single":
             items = 1 if width * vectors <= SINGLE_THREADS else 2
             kernel = _load(f"single_{items}", variant)
             grid, threads = call.rows, width * -(-vectors // items)
             shared = 4 * call.hidden  # the row in fp32
-        else:
+        elif schedule == "stream":
             kernel = _load(f"stream_{width}_{held}", variant)
+            shared = stream_bytes
             tiles = -(-call.rows * width // STREAM_THREADS)
             at_once = processors * kernel.blocks_per_processor(STREAM_THREADS, shared)
             # Without a residual the arithmetic counts: as many blocks as run at once, or fewer that then have the same
@@ -432,7 +406,17 @@ def _launch_cuda(call: _Call, schedule: Schedule | None = None) -> None:
             # write together: a block for each tile was faster while tuning on an H200 (no record).
             grid = tiles if add else -(-tiles // -(-tiles // at_once))
             threads = STREAM_THREADS
-        kernel((grid,), threads, (params,), shared=shared, stream=stream, pdl=True)
+        elif schedule == "split":
+            kernel = _load(f"split_{width}_{vectors}", variant)
+            # Padding rows of the scales have blocks of their own.
+            grid, threads, shared = call.padded * SPLIT_PARTS, width, 0
+            # The blocks of a row wait for each other where they write what the others read.
+            in_place = add or (call.y is not None and call.y.data_ptr() == call.x.data_ptr())
+            cluster = (SPLIT_PARTS,) if in_place else None
+        else:
+            kernel = _load(f"ring_{width}_{vectors}", variant)
+            grid, threads, shared = min(processors, call.rows), RING_THREADS, RING_SHARED
+        kernel((grid,), threads, (params,), shared=shared, stream=stream, pdl=True, cluster=cluster)
 
 
 def _load(kernel: str, variant: str) -> launch.Kernel:

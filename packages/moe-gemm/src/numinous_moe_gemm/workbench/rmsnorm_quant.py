@@ -426,55 +426,46 @@ OP = Op(
 )
 
 
-# --- Candidates -----------------------------------------------------------------------------------------------------
+# --- Schedules beside each other ------------------------------------------------------------------------------------
 
 
-def _scheduled(schedule: Schedule) -> Implementation:
+def _by(schedule: Schedule) -> Implementation:
     """The CUDA path with a schedule of our choice instead of the launcher's."""
     run = _ours("cuda")
-    launch = kernels._launch_cuda
 
     def scheduled(case: Case, inputs: Tensors) -> Tensors:
+        launch = kernels._launch_cuda
         with mock.patch.object(kernels, "_launch_cuda", lambda call: launch(call, schedule)):
             return dict(run(case, inputs))
 
     return Implementation(
         run=scheduled,
-        version=lambda: "trial",
         archs=("sm90",),
-        refuses=lambda case: kernels.refuses(schedule, case.rows, case.hidden, case.residual),
+        refuses=lambda case: kernels.refuses(schedule, case.hidden),
     )
 
 
-def _trial_cases() -> tuple[Case, ...]:
-    """Where targets were missed, and beside each row of misses a case that was not, which has to stay."""
-    few = [
-        Case(rows, hidden, residual=residual)
-        for hidden in (4096, 7168)
-        for residual in (False, True)
-        for rows in (1, 16, 64)
-    ]
-    many = [
-        Case(rows, hidden, residual=residual)
-        for rows, hidden in ((512, 7168), (4096, 4096), (4096, 7168), (16384, 4096), (16384, 7168))
-        for residual in (False, True)
-    ]
-    return (*few, *many, Case(4096, 7168, residual=True, scales="ue8m0"))
+SWEPT_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 
-
-TRIAL = replace(
+SWEEP = replace(
     OP,
-    name="rmsnorm_quant_trial",
+    name="rmsnorm_quant_sweep",
     cases=(),
-    bench_cases=_trial_cases(),
+    bench_cases=tuple(
+        Case(rows, hidden, residual=residual)
+        for hidden in kernels.HOPPER_HIDDEN
+        for residual in (False, True)
+        for rows in SWEPT_ROWS
+    ),
     bench_options={"l2": "rotate"},
-    implementations={"cuda": OP.implementations["cuda"]},
-    # In the place of peers: one that fails or differs is said, and the others are still timed.
-    peers={
-        **{schedule: _scheduled(schedule) for schedule in SCHEDULES if schedule not in ("single", "stream")},
-        "sglang": OP.peers["sglang"],
-        "sglang-norm-alone": OP.peers["sglang-norm-alone"],
+    implementations={
+        "cuda": OP.implementations["cuda"],
+        **{schedule: _by(schedule) for schedule in SCHEDULES},
     },
+    peers={name: OP.peers[name] for name in ("sglang", "sglang-norm-alone")},
     binaries=(),
-)  # fmt: skip
-"""``numinous bench numinous_moe_gemm.workbench.rmsnorm_quant:TRIAL`` times every candidate where a target was missed."""
+)
+"""Every schedule beside the launcher's choice: where the limits of the launcher come from, and how they are checked::
+
+    numinous bench numinous_moe_gemm.workbench.rmsnorm_quant:SWEEP --arch sm90
+"""

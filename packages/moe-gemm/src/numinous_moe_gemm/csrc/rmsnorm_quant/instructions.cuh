@@ -118,7 +118,7 @@ __device__ __forceinline__ float rsqrt_approx_ftz(float a) {
   return c;
 }
 
-// --- Bulk copies, named barriers, clusters: candidates of trial.cuh only ------------------------------------------------
+// --- Bulk copies, named barriers, clusters: for hopper.cuh ------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -167,11 +167,6 @@ __device__ __forceinline__ void sync_group(int group) {  // of 32 threads: a war
   } else {
     asm volatile("bar.sync %0, %1;" :: "r"(group), "n"(kThreads) : "memory");
   }
-}
-
-// The compiler forgets what it has made of these registers, and makes it again instead of keeping it.
-__device__ __forceinline__ void forget(uint4& v) {
-  asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
 }
 
 // Of all threads of the cluster, without an order of memory: who arrives has its loads' values already.

@@ -9,7 +9,7 @@
 // squares runs through their elements in order as one FMA chain, then a butterfly 1, 2, 4, 8, 16 over the warp, then over the
 // warps of the row. That order is the norm's, and the bits of the result depend on it.
 //
-// Two schedules, same arithmetic:
+// Two schedules, same arithmetic (two more, for sm_90a and two hidden sizes, are in hopper.cuh):
 //   stream   many rows: a block of 128 threads walks over rows. Weights lie in shared memory in fp32, the next row is under way
 //            while this one is worked on. Bound by memory; counted in instructions, because those come next.
 //   single   few rows: a block holds one row, a thread one or two vectors. Little code: with a cold cache its fetch counts.
@@ -362,22 +362,13 @@ __device__ __forceinline__ void stream(const Params& p) {
 constexpr int kSingleThreads = 1024;  // at most; threads_per_row * vectors of a thread, divided by kItems
 
 // Dynamic shared memory: h of the row in fp32, first halves of all vectors, then second halves.
-// Thread (k, t) = (threadIdx.x / T, threadIdx.x % T) holds the vectors k * kItems … of virtual thread t. `kPrompt` (a candidate):
-// the next kernel may start at once, and padding rows of the scales have blocks of their own.
-template <int kItems, bool kAdd, bool kUe8m0, bool kPrompt>
+// Thread (k, t) = (threadIdx.x / T, threadIdx.x % T) holds the vectors k * kItems … of virtual thread t.
+template <int kItems, bool kAdd, bool kUe8m0>
 __device__ __forceinline__ void single(const Params& p) {
   __shared__ float partial[4];
   const int width = p.threads_per_row, halves = p.hidden / kVec;
   const int lane = threadIdx.x % width, first = threadIdx.x / width * kItems * width + lane;
   const int64_t row = blockIdx.x;
-  if constexpr (kPrompt) {
-    let_next_start();
-    if (row >= p.rows) {
-      wait_for_kernel_ahead();
-      clear_scales<kUe8m0>(p, row, threadIdx.x, blockDim.x);
-      return;
-    }
-  }
 
   uint4 packed[kItems];
 #pragma unroll
@@ -401,7 +392,7 @@ __device__ __forceinline__ void single(const Params& p) {
       row_values[v + halves] = float4{h[j][4], h[j][5], h[j][6], h[j][7]};
     }
   }
-  if constexpr (!kPrompt) let_next_start();
+  let_next_start();
   const float inverse = inverse_of(p);
   __syncthreads();
 
@@ -427,7 +418,7 @@ __device__ __forceinline__ void single(const Params& p) {
     y[j] = normed(h[j], rstd, w);
   }
   finish<kUe8m0, false, false>(p, y, row_of(p, row), first * kVec, width * kVec, inverse);
-  if (!kPrompt && row == 0)
+  if (row == 0)
     for (int64_t pad = p.rows; pad < p.padded_rows; ++pad) clear_scales<kUe8m0>(p, pad, threadIdx.x, blockDim.x);
 }
 
@@ -451,12 +442,12 @@ __device__ __forceinline__ void single(const Params& p) {
 
 #define MAKE_SINGLE(name, items, add, ue8m0)                                                              \
   extern "C" __global__ void __launch_bounds__(kSingleThreads) name(const __grid_constant__ Params p) {   \
-    single<items, add, ue8m0, false>(p);                                                                         \
+    single<items, add, ue8m0>(p);                                                                         \
   }
 #define SINGLE(items) VARIANTS(MAKE_SINGLE, single_##items, items)
 
-#if defined(NUMINOUS_TRIAL)
-#include "trial.cuh"
+#if defined(NUMINOUS_HOPPER)
+#include "hopper.cuh"
 #elif defined(NUMINOUS_MORE)  // hidden sizes other than about 4096, 7168 and 8192
 STREAM(32, 4)
 STREAM(32, 8)

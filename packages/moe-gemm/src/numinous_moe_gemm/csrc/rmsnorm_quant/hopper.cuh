@@ -1,30 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Candidates for the targets that "single" and "stream" miss, for hidden sizes that fill every vector of every thread. Same
-// arithmetic, from kernel.cu. No GPU has run them; what loses goes to negative-results/rmsnorm-quant-schedules.
+// Schedules of sm_90a for hidden sizes 4096 and 7168, which fill every vector of every thread, so that no load and no store asks whether
+// it is inside the row. Same arithmetic as the others, from kernel.cu; when each is taken is said in kernels/rmsnorm_quant.py.
 //
-//   ring       many rows: one block on each multiprocessor. Rows come into a ring of places in shared memory by bulk copies, so
-//              all memory that there is holds rows under way; groups of T threads work on rows independently of each other.
-//   ring_wide  the same with 768 threads of 80 registers instead of 512 of 128, without residual.
-//   split      few rows: kParts blocks for a row. Each sums the whole row, and finishes a part of it.
-//   prompt     "single", see there.
+//   split  fewest rows: kParts blocks for a row. Each sums the whole row, and finishes a part of it.
+//   ring   more rows: one block on each multiprocessor. Rows come into a ring of places in shared memory by bulk copies, so all memory
+//          that there is holds rows under way; groups of T threads work on rows independently of each other.
 
 namespace {
 
 // --- Ring -----------------------------------------------------------------------------------------------------------
 
-// Bytes of dynamic shared memory of a block; `ring_shared` of kernels/rmsnorm_quant.py has the same.
+// Bytes of dynamic shared memory of a block; `RING_SHARED` of kernels/rmsnorm_quant.py has the same.
 constexpr int kRingShared = 232448 - 1024;
+constexpr int kRingThreads = 512;
 
 // Dynamic shared memory: the weights as in stream, then places of a row (and its residual) each.
-// `kPacked`: the row is kept in bf16 and unpacked twice, for half the registers.
-template <int kWidth, int kVectors, int kThreads, bool kPacked, bool kAdd, bool kUe8m0>
+template <int kWidth, int kVectors, bool kAdd, bool kUe8m0>
 __device__ __forceinline__ void ring(const Params& p) {
-  constexpr int kGroups = kThreads / kWidth, kWarps = kWidth / 32, kSpan = kWidth * kVec;
+  constexpr int kThreads = kRingThreads, kGroups = kThreads / kWidth, kWarps = kWidth / 32;
+  constexpr int kSpan = kWidth * kVec;  // elements from a thread's vector to its next
   constexpr int kRow = kWidth * kVectors;  // vectors of a row
   constexpr int kRowBytes = kRow * 16, kPlace = kAdd ? 2 * kRow : kRow;
   constexpr int kPlaces = (kRingShared - 2 * kRowBytes) / (16 * kPlace);
-  static_assert(kGroups <= 16 && kPlaces <= 32 && !(kPacked && kAdd));
+  static_assert(kGroups <= 16 && kPlaces <= 32);
   __shared__ uint64_t full[kPlaces];
   __shared__ int coming[kPlaces];  // row that a place was last asked for
   __shared__ float partial[2][kThreads / 32];
@@ -77,13 +76,11 @@ __device__ __forceinline__ void ring(const Params& p) {
     // Two phases back looks like this one: a group that is ahead first sees that the row before it in this place has been read.
     wait_until_said(coming + i % kPlaces, i);
     arrivals_wait(full + i % kPlaces, i / kPlaces % 2);
-    uint4 x[kVectors];
     float h[kVectors][kVec], sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       uint4 added;
-      x[k] = from[k * kWidth];
-      unpack<kAdd>(x[k], kAdd ? from[kRow + k * kWidth] : uint4{}, h[k], added);
+      unpack<kAdd>(from[k * kWidth], kAdd ? from[kRow + k * kWidth] : uint4{}, h[k], added);
       accumulate(sum, h[k]);
       if constexpr (kAdd) *reinterpret_cast<uint4*>(p.residual + row * p.residual_stride + start + k * kSpan) = added;
     }
@@ -100,11 +97,6 @@ __device__ __forceinline__ void ring(const Params& p) {
     for (int k = 0; k < kVectors; ++k) {
       const float4 a = weights[k * kWidth + lane], b = weights[k * kWidth + lane + kRow];
       const float w[kVec] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-      if constexpr (kPacked) {
-        uint4 unused;
-        forget(x[k]);
-        unpack<false>(x[k], uint4{}, h[k], unused);
-      }
       y[k] = normed(h[k], rstd, w);
     }
     finish<kUe8m0, true, true>(p, y, row_of(p, row), start, kSpan, inverse);
@@ -113,9 +105,11 @@ __device__ __forceinline__ void ring(const Params& p) {
 
 // --- Split ----------------------------------------------------------------------------------------------------------
 
+constexpr int kParts = 4;  // `SPLIT_PARTS` of kernels/rmsnorm_quant.py
+
 // Block (row, part): all threads hold and sum the whole row, and finish its vectors part * kOwn … of kVectors. Where a row is
 // written that is read, the blocks of a row are a cluster: none writes before all have read.
-template <int kWidth, int kVectors, int kParts, bool kAdd, bool kUe8m0>
+template <int kWidth, int kVectors, bool kAdd, bool kUe8m0>
 __device__ __forceinline__ void split(const Params& p) {
   constexpr int kOwn = (kVectors + kParts - 1) / kParts, kSpan = kWidth * kVec, kHidden = kSpan * kVectors;
   constexpr bool kExact = kVectors % kParts == 0;
@@ -182,30 +176,19 @@ __device__ __forceinline__ void split(const Params& p) {
 
 }  // namespace
 
-#define MAKE_RING(name, width, vectors, threads, add, ue8m0)                                                \
-  extern "C" __global__ void __launch_bounds__(threads, 1) name(const __grid_constant__ Params p) {         \
-    ring<width, vectors, threads, (threads > 512), add, ue8m0>(p);                                                           \
+#define MAKE_RING(name, width, vectors, add, ue8m0)                                                               \
+  extern "C" __global__ void __launch_bounds__(kRingThreads, 1) name(const __grid_constant__ Params p) {          \
+    ring<width, vectors, add, ue8m0>(p);                                                                          \
   }
-#define RING(width, vectors)                                                          \
-  VARIANTS(MAKE_RING, ring_##width##_##vectors, width, vectors, 512)                  \
-  MAKE_RING(ring_wide_##width##_##vectors, width, vectors, 768, false, false)        \
-  MAKE_RING(ring_wide_##width##_##vectors##_ue8m0, width, vectors, 768, false, true)
+#define RING(width, vectors) VARIANTS(MAKE_RING, ring_##width##_##vectors, width, vectors)
 
-#define MAKE_SPLIT(name, width, vectors, parts, add, ue8m0)                                                 \
-  extern "C" __global__ void __launch_bounds__(width) name(const __grid_constant__ Params p) {              \
-    split<width, vectors, parts, add, ue8m0>(p);                                                            \
+#define MAKE_SPLIT(name, width, vectors, add, ue8m0)                                                              \
+  extern "C" __global__ void __launch_bounds__(width) name(const __grid_constant__ Params p) {                    \
+    split<width, vectors, add, ue8m0>(p);                                                                         \
   }
-#define SPLIT(width, vectors)                                                        \
-  VARIANTS(MAKE_SPLIT, split_##width##_##vectors##_2, width, vectors, 2)             \
-  VARIANTS(MAKE_SPLIT, split_##width##_##vectors##_4, width, vectors, 4)
-
-#define MAKE_PROMPT(name, items, add, ue8m0)                                                                \
-  extern "C" __global__ void __launch_bounds__(kSingleThreads) name(const __grid_constant__ Params p) {     \
-    single<items, add, ue8m0, true>(p);                                                                     \
-  }
+#define SPLIT(width, vectors) VARIANTS(MAKE_SPLIT, split_##width##_##vectors, width, vectors)
 
 RING(64, 8)
 RING(128, 7)
 SPLIT(64, 8)
 SPLIT(128, 7)
-VARIANTS(MAKE_PROMPT, prompt_1, 1)
