@@ -126,9 +126,9 @@ def _beyond_2_31(device: torch.device) -> None:
     last = len(pool) - 1
     assert last * 32 > 2**31
     scales = pool.new_zeros(1, 1, 4)
-    scales = scales.as_strided((len(pool), 1, 4), (0, 4, 1))
+    scales, one = scales.as_strided((len(pool), 1, 4), (0, 4, 1)), _tokens(1, device=device)
     with pytest.raises(ValueError, match="k_scale_buffer: the bytes of a head must lie side by"):
-        nvfp4_write(_tokens(1), _tokens(1), torch.tensor([1]), pool, pool, scales, scales)
+        nvfp4_write(one, one, torch.tensor([1], device=device), pool, pool, scales, scales)
     wide = big_pool((1, 4), torch.uint8, device)[: len(pool)]
     x, loc = _tokens(3, device=device), torch.tensor([last, last + 1, 2**32 + 5], device=device)
     nvfp4_write(x, x, loc, pool, pool, wide, wide)

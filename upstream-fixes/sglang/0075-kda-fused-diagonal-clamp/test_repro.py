@@ -36,7 +36,8 @@ def kda():
     """The shipped module. Where kernels are interpreted: bound late, one configuration, no device to choose."""
     repro.bare_packages(FLA)
     if repro.DEVICE != "cpu":
-        return importlib.import_module(f"{FLA}.kda")
+        yield importlib.import_module(f"{FLA}.kda")
+        return
     with pytest.MonkeyPatch.context() as patch:
         tune = triton.autotune
         patch.setattr(triton, "autotune", lambda configs, **keys: tune(configs[:1], **keys))
@@ -52,8 +53,9 @@ def inputs(tokens, strength):
     Where kernels are interpreted, the first token of every later sub-chunk forgets all.
     """
     made = repro.generator(0)
-    q, k, v, g = (torch.randn(1, tokens, HEADS, WIDTH, generator=made) for _ in range(4))
-    beta = torch.rand(1, tokens, HEADS, generator=made)
+    shape = {"generator": made, "device": repro.DEVICE}
+    q, k, v, g = (torch.randn(1, tokens, HEADS, WIDTH, **shape) for _ in range(4))
+    beta = torch.rand(1, tokens, HEADS, **shape)
     g = -torch.nn.functional.softplus(strength * g - 2)
     if repro.DEVICE == "cpu":
         g[:, 16::16], k = -1000, k.abs()  # and no zero is -0, another of its faults
@@ -64,7 +66,7 @@ def recurrence(q, k, v, g, beta):
     """S <- exp(g) S, S <- S + k (beta (v - k^T S))^T, o = q^T S / sqrt(width), step by step in fp64."""
     q, k = (x.double() * (x.double().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     v, g, beta = v.double(), g.double(), beta.double()
-    state = torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=torch.float64)
+    state = torch.zeros(1, HEADS, WIDTH, WIDTH, dtype=torch.float64, device=q.device)
     out = []
     for t in range(q.shape[1]):
         state = state * g[:, t, :, :, None].exp()
@@ -87,10 +89,10 @@ def test_prefill_follows_the_recurrence(kda, tokens, strength):
         v.clone(),  # the kernel writes its output there
         g,
         beta,
-        initial_state=torch.zeros(1, HEADS, WIDTH, WIDTH),
-        initial_state_indices=torch.zeros(1, dtype=torch.int32),
+        initial_state=torch.zeros(1, HEADS, WIDTH, WIDTH, device=repro.DEVICE),
+        initial_state_indices=torch.zeros(1, dtype=torch.int32, device=repro.DEVICE),
         use_qk_l2norm_in_kernel=True,
-        cu_seqlens=torch.tensor([0, tokens]),
+        cu_seqlens=torch.tensor([0, tokens], device=repro.DEVICE),
     )
     error = (found.double() - expected).norm() / expected.norm()
     assert error < (1e-4 if repro.DEVICE == "cpu" else 2e-2), float(error)

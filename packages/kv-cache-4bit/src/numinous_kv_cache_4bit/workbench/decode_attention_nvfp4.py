@@ -28,6 +28,8 @@ KERNELS = "numinous_kv_cache_4bit.kernels.decode_attention_nvfp4"
 DISTINCT = 64  # tokens that are packed; a pool repeats them
 GAP = 16
 """Bytes between two heads of a sliced buffer."""
+UNNAMED = 1
+"""A slot that no list names: it holds NaN, so a token read behind the lists shows."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,12 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     listed = torch.cat([one[: int(length)] for one, length in zip(ids, lengths, strict=True)]) if case.requests else ids.flatten()  # fmt: skip
     starts = torch.zeros(case.requests + 1, dtype=torch.int64, device=device)
     starts[1:] = lengths.cumsum(0)
+    # As the engine's buffer it is as long as the longest lists need, whatever the seed makes of their lengths.
+    indices = listed.new_full((named,), UNNAMED)
+    indices[: len(listed)] = listed
     integer = getattr(torch, case.ids)
-    inputs: Tensors = {"kv_indptr": starts.to(integer), "kv_indices": listed.to(integer)}
-    if case.layout == "sliced":  # the engine's buffers are as long as the largest batch's
+    inputs: Tensors = {"kv_indptr": starts.to(integer), "kv_indices": indices.to(integer)}
+    if case.layout == "sliced":
         inputs = {
             name: torch.stack([torch.cat([table, table.new_full((7,), -3)])] * 2, dim=1)[:, 0]
             for name, table in inputs.items()
