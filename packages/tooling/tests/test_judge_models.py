@@ -292,6 +292,7 @@ class TestAgainstHuggingFace:
         made = [
             record_script.training(written, facts),
             record_script.engine_check(written, check, facts),
+            record_script.engine_check(written, check, facts, ["0079-kimi-gate-norm-eps"]),
         ]
         evidence.append(tmp_path / "out.jsonl", made)
         assert (made[0]["n"], made[0]["torch"], made[0]["prose_nats_per_token"]) == (

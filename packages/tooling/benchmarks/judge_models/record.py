@@ -2,9 +2,10 @@
 """Keep what a training and a comparison with the engine gave, in `evidence/gate/judge_models.jsonl`.
 
     python packages/tooling/benchmarks/judge_models/record.py --model DIR [--check CHECK.json]
+        [--patched CHECK.json --fix NAME …]
 
-`DIR/record.json` is what `train.py` wrote, `CHECK.json` what `check_engine.py` printed. To be run where they were made:
-the record names this machine's GPU and versions.
+`DIR/record.json` is what `train.py` wrote, a `CHECK.json` what `check_engine.py` printed, of the released engine or of one
+with fixes of `upstream-fixes/`. To be run where they were made: the record names this machine's GPU and versions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def training(record: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, A
 
 
 def engine_check(
-    record: Mapping[str, Any], check: Mapping[str, Any], facts: Mapping[str, Any]
+    record: Mapping[str, Any],
+    check: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    fixes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evidence of one comparison of the engine with the training module.
 
@@ -60,6 +64,7 @@ def engine_check(
         record: of the training.
         check: what `check_engine.py` printed.
         facts: as for `training`.
+        fixes: names of the upstream fixes that were in the engine.
     """
     return {
         "package": "tooling",
@@ -68,7 +73,7 @@ def engine_check(
         "op": "judge_engine",
         "case": f"{record['model']}, {record['files']['model.safetensors']['sha256'][:12]}",
         "provider": "sglang",
-        "provider_version": facts["engine"],
+        "provider_version": " + ".join((facts["engine"], *fixes)),
         "n": check["positions"],
         **{key: value for key, value in check.items() if key != "positions"},
         "gate": "none: `holds` says whether the limits of check_engine.py hold",
@@ -80,8 +85,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Record a training and an engine check.")
     parser.add_argument("--model", type=Path, required=True, help="directory that train.py wrote")
     parser.add_argument("--check", type=Path, help="what check_engine.py printed")
+    parser.add_argument("--patched", type=Path, metavar="CHECK", help="the same of an engine with --fix in it")  # fmt: skip
+    parser.add_argument("--fix", action="append", default=[], metavar="NAME", help="repeatable")
     parser.add_argument("--evidence", type=Path, help="file to append to; left out: the checkout's")
     options = parser.parse_args(argv)
+    if (options.patched is None) != (not options.fix):
+        parser.error("--patched and --fix belong together")
 
     from numinous_tooling.bench.clocks import CpuClock, CudaClock  # imports torch
     from numinous_tooling.bench.facts import run_facts
@@ -91,9 +100,10 @@ def main(argv: list[str] | None = None) -> int:
         clock = CpuClock() if record["device"] == "cpu" else CudaClock()
         facts = run_facts(clock, os.environ)
         made = [training(record, facts)]
-        if options.check is not None:
-            check = json.loads(options.check.read_text(encoding="utf-8"))
-            made.append(engine_check(record, check, facts))
+        for path, fixes in ((options.check, ()), (options.patched, options.fix)):
+            if path is not None:
+                check = json.loads(path.read_text(encoding="utf-8"))
+                made.append(engine_check(record, check, facts, fixes))
         path = options.evidence
         if path is None:
             path = evidence.find_evidence(Path(__file__).parent) / "gate" / "judge_models.jsonl"
