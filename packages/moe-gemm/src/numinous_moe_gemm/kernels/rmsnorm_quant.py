@@ -340,7 +340,8 @@ SPLIT_PARTS = 4  # `kParts` of hopper.cuh
 RING_SHARED, RING_THREADS = 232448 - 1024, 512  # `kRingShared`, `kRingThreads`
 # Without and with a residual. On an H200 (132 multiprocessors) "ring" beat what the launcher took then, to 512 and to 4096 rows; at the
 # next sizes that were timed, 4096 and 16384, "stream" was the faster (evidence/moe-gemm/rmsnorm_quant_trial.jsonl).
-RING_ROWS_PER_PROCESSOR = {False: 4, True: 32}
+SPLIT_VALUES = {False: 24 * 7168, True: 16 * 7168}
+RING_VALUES = {False: 1024 * 4096, True: 4096 * 7168}
 
 
 def refuses(schedule: Schedule, hidden: int) -> str | None:
@@ -354,10 +355,10 @@ def _chosen(call: _Call, stream_bytes: int, gpu: Any) -> Schedule:
     """The schedule for a call; `stream_bytes` of shared memory are what "stream" asks for, `gpu` has torch's properties."""
     add, processors = call.residual is not None, gpu.multi_processor_count
     if gpu.major == 9 and call.hidden in HOPPER_HIDDEN:
-        # Each block of a row has a multiprocessor to itself.
-        if SPLIT_PARTS * call.rows <= processors:
+        values = call.rows * call.hidden
+        if values <= SPLIT_VALUES[add]:
             return "split"
-        if call.rows <= RING_ROWS_PER_PROCESSOR[add] * processors:
+        if values <= RING_VALUES[add]:
             return "ring"
     few = call.rows <= SINGLE_ROWS_PER_PROCESSOR[add] * processors
     # Consumer GPUs have 99 KiB: too little for the widest rows with a residual.
