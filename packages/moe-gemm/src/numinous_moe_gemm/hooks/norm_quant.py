@@ -25,7 +25,7 @@ OURS = "numinous_moe_gemm.engine.norm_quant"
 FEATURE = Feature(
     id=NORM_QUANT,
     sentence="RMSNorm and the FP8 quantisation of its output in one kernel in front of block-FP8 linears, same bits.",
-    arch={"sm90": "emulated"},  # the kernel ran there, the served engine has not been compared yet
+    arch={"sm90": "run"},
     patches=(
         Hook(
             id="moe.norm_quant.01",
@@ -53,7 +53,12 @@ FEATURE = Feature(
     options=(VERIFY,),
     judge="numinous_moe_gemm.hooks.norm_quant:judge",
     upstream="none",
-    evidence=("moe-gemm/rmsnorm_quant.jsonl",),
+    evidence=(
+        "moe-gemm/rmsnorm_quant.jsonl",
+        "moe-gemm/norm_quant.jsonl",
+        "gate/serving.jsonl",
+        "gate/accuracy.jsonl",
+    ),
 )
 
 

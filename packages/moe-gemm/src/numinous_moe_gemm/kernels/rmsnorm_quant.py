@@ -338,8 +338,10 @@ def stream_shared(hidden: int, held: int, add: bool) -> int:
 HOPPER_HIDDEN = (4096, 7168)
 SPLIT_PARTS = 4  # `kParts` of hopper.cuh
 RING_SHARED, RING_THREADS = 232448 - 1024, 512  # `kRingShared`, `kRingThreads`
-# Without and with a residual. On an H200 (132 multiprocessors) "ring" beat what the launcher took then, to 512 and to 4096 rows; at the
-# next sizes that were timed, 4096 and 16384, "stream" was the faster (evidence/moe-gemm/rmsnorm_quant_trial.jsonl).
+# Values (rows times hidden) up to which each is taken, without and with a residual. Each limit is a size that was timed and at which the schedule was
+# no slower than any other, while one of the others was faster at the next size of that hidden size: evidence/moe-gemm/rmsnorm_quant_sweep.jsonl, for 4096
+# rows with a residual rmsnorm_quant_trial.jsonl. In the sweep the choice is the fastest everywhere but at 48 rows of 4096, where "split" is 7 %, with a
+# residual 2 % faster. Timed on an H200, inputs rotated and not cold; not scaled to a GPU of other multiprocessors, because none was timed.
 SPLIT_VALUES = {False: 24 * 7168, True: 16 * 7168}
 RING_VALUES = {False: 1024 * 4096, True: 4096 * 7168}
 
