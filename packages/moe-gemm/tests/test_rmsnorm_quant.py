@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from numinous_moe_gemm.kernels import rmsnorm_quant as kernels
 from numinous_moe_gemm.kernels.rmsnorm_quant import add_rmsnorm_quant_fp8, rmsnorm_quant_fp8
@@ -507,6 +508,10 @@ S = torch.ones(1)
         (ValueError, "impl is", {"impl": "cutlass"}),
         (ValueError, "x and residual are the same memory", {"residual": X}),
         (ValueError, "needs tensors on an NVIDIA GPU", {"impl": "cuda"}),
+        pytest.param(
+            ValueError, "needs tensors on a GPU, or TRITON_INTERPRET=1", {},
+            marks=pytest.mark.skipif(not isinstance(kernels._rmsnorm_quant_kernel, triton.JITFunction), reason="interpreted"),
+        ),
     ],
 )  # fmt: skip
 def test_refusals(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:

@@ -235,6 +235,10 @@ def _rmsnorm_quant_kernel(
 def _launch_triton(call: _Call, rstd: torch.Tensor | None = None) -> None:
     block = max(512, triton.next_power_of_2(call.hidden))
     interpreted = call.x.device.type == "cpu"
+    if interpreted and isinstance(_rmsnorm_quant_kernel, triton.JITFunction):
+        raise ValueError(
+            "impl='triton' needs tensors on a GPU, or TRITON_INTERPRET=1 when its module is imported; got cpu"
+        )
     _rmsnorm_quant_kernel[(call.padded,)](
         call.x,
         call.residual,
@@ -475,7 +479,8 @@ def rmsnorm_quant_fp8(
         scales: "row", "column", "ue8m0" or "tensor", see the module.
         gemma: multiply by 1 + weight.
         static_scale: [1] fp32 on the device; with "tensor" only.
-        y: [M, H] bf16 to receive the normed rows too; may be `x` itself.
+        y: [M, H] bf16 to receive the normed rows too; may be `x` itself. Any other overlap of what is written with what is
+            read is the caller's to avoid.
         impl: None takes "cuda" on an NVIDIA GPU and "triton" on an AMD one. "triton" also runs under the interpreter.
 
     Raises:

@@ -452,7 +452,8 @@ SWEEP = replace(
     name="rmsnorm_quant_sweep",
     cases=(),
     bench_cases=tuple(
-        Case(rows, hidden, residual=residual)
+        Case(rows, hidden, residual=residual, bf16=bf16)
+        for bf16 in (False, True)
         for hidden in kernels.HOPPER_HIDDEN
         for residual in (False, True)
         for rows in SWEPT_ROWS

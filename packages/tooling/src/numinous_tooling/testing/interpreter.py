@@ -111,7 +111,9 @@ def _run(config: pytest.Config, nodes: Sequence[str]) -> dict[str, Result]:
         arguments.write_text("".join(f"{config.rootpath / node}\n" for node in nodes))
         stream.touch()
         child = [sys.executable, "-m", "pytest", *_same_settings(config)]
-        child += ["-o", f"cache_dir={scratch}/cache", "--interpreted-results", str(stream)]
+        if config.pluginmanager.has_plugin("cacheprovider"):  # the option is that plugin's
+            child += ["-o", f"cache_dir={scratch}/cache"]
+        child += ["--interpreted-results", str(stream)]
         end, output = _wait([*child, f"@{arguments}"], config)
         results = _read(stream)
     tail = "\n".join(output.splitlines()[-_TAIL_LINES:])
