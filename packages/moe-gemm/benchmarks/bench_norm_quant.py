@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from numinous_moe_gemm import __version__
 from numinous_moe_gemm.hooks.norm_quant import FEATURE
@@ -43,6 +44,7 @@ from numinous_tooling.patching.counters import read_totals
 VOCABULARY = 32000
 LENGTHS = (1, 7, 64, 200, 700, 2500)
 ARMS = ("stock", "norm_quant")
+LOGS = Path("reports/norm_quant")  # of the servers; they stay
 Answer = dict[str, list[Any]]  # "tokens", "logprobs"
 
 
@@ -200,7 +202,8 @@ def run_arm(name: str, options: argparse.Namespace, model: Path, folder: Path) -
             env |= {f"{FEATURE.flag}_VERIFY": "1"}
     else:
         env |= {"SGLANG_PLUGINS": "none"}
-    server = Server(name, command, env, folder / f"{name}.log", port)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    server = Server(name, command, env, LOGS / f"{name}.log", port)
     with Interrupts().installed() as interrupts, server.running(interrupts):
         ready_s = server.wait_ready(options.start_timeout, lambda elapsed: None)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -239,6 +242,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU, and the feature serves on no other device")
     results = {}
     with tempfile.TemporaryDirectory(prefix="norm-quant-") as scratch:
         folder = Path(scratch)
