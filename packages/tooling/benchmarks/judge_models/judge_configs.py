@@ -8,7 +8,7 @@ rotary embedding (8 heads of 128 + 64, values 128, latent row 512 + 64). Both ro
 correction bias (noaux_tc), and have one shared expert.
 
 `rms_norm_eps` is 1e-6 on purpose: Hugging Face normalises latents with 1e-6 whatever the field says, SGLang with the
-field. At any other value the two disagree.
+field. At any other value the two disagree. (The norm behind KDA has 1e-5 in SGLang 0.5.20 whatever the field says: upstream fix 0079.)
 """
 
 from __future__ import annotations
