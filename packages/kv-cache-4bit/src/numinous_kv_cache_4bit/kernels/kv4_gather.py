@@ -23,7 +23,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -49,12 +49,21 @@ from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES, checked_pool
 from numinous_tooling.formats import LATENT_DIM, RowFormat
 from numinous_tooling.workbench import Tensors, Traffic
 
-__all__ = ["To", "kv4_gather", "out_bytes", "reference", "traffic"]
+__all__ = ["TILES", "Tile", "To", "kv4_gather", "out_bytes", "reference", "traffic"]
 
 To = Literal["fp8", "bf16"]
-ROWS = {"fp8": 4, "bf16": 2}
-"""Rows that a program takes at a time: so many that 128 threads write 16 bytes each, see *Tiles*."""
-ROWS_OF_PROGRAM = 8
+
+
+class Tile(NamedTuple):
+    """Rows that a program takes at a time, how many times, and its warps of 32 threads."""
+
+    rows: int
+    turns: int
+    warps: int
+
+
+TILES: dict[To, Tile] = {"fp8": Tile(4, 2, 4), "bf16": Tile(2, 4, 4)}
+"""What the launcher takes: so many rows at a time that 128 threads write 16 bytes each, see *Tiles*."""
 
 
 def out_bytes(row: RowFormat, to: To) -> int:
@@ -219,6 +228,7 @@ def kv4_gather(
     out: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Rows of a 4-bit pool by index, as rows that stock attention reads.
 
@@ -230,6 +240,7 @@ def kv4_gather(
             N is the number of ids.
         positions: int32, contiguous, in the shape of `index`, to receive each id's row of `out`, or -1.
         count: int32 [1] on the device: rows from it on are left as they are; positions are written for all.
+        tile: None is that of `TILES`; others are for the sweep of the workbench.
 
     Returns:
         `out`.
@@ -260,7 +271,8 @@ def kv4_gather(
     if not total:
         return out
     rows = out.view(torch.uint8)
-    _kv4_gather_kernel[(triton.cdiv(total, ROWS_OF_PROGRAM),)](
+    tile = tile or TILES[to]
+    _kv4_gather_kernel[(triton.cdiv(total, tile.rows * tile.turns),)](
         pool,
         index.contiguous(),
         rows,
@@ -270,14 +282,14 @@ def kv4_gather(
         rows.shape[1],
         total,
         pool.shape[0],
-        ROWS=ROWS[to],
-        TURNS=ROWS_OF_PROGRAM // ROWS[to],
+        ROWS=tile.rows,
+        TURNS=tile.turns,
         ROPE=ROPE_MODES[row.width],
         FP8=to == "fp8",
         POSITIONS=positions is not None,
         COUNTED=count is not None,
         NATIVE=native(pool.device),
-        num_warps=2 if torch.version.hip else 4,  # 128 threads
+        num_warps=tile.warps // 2 if torch.version.hip else tile.warps,
     )
     return out
 

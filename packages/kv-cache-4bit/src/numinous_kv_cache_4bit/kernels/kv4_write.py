@@ -29,7 +29,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -50,7 +50,7 @@ from numinous_kv_cache_4bit.kernels.codec import (
 from numinous_tooling.formats import LATENT_DIM, RowFormat
 from numinous_tooling.workbench import Tensors, Traffic
 
-__all__ = ["ScaleChoice", "kv4_write", "reference", "traffic"]
+__all__ = ["ScaleChoice", "Tile", "kv4_write", "reference", "tile_for", "traffic"]
 
 ScaleChoice = Literal["amax", "mse"]
 
@@ -60,6 +60,18 @@ FEW_TOKENS = 128
 """Up to here a program writes one row."""
 MANY_ROWS = 8
 """Rows of a program above that."""
+
+
+class Tile(NamedTuple):
+    """Rows and warps of a program."""
+
+    rows: int
+    warps: int
+
+
+def tile_for(tokens: int) -> Tile:
+    """What the launcher takes."""
+    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4)
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
@@ -173,6 +185,7 @@ def kv4_write(
     *,
     global_scale: float = 1.0,
     scale_choice: ScaleChoice = "amax",
+    tile: Tile | None = None,
 ) -> None:
     """Quantise tokens and write them as rows of the pool; allocates nothing for inputs whose rows are contiguous.
 
@@ -183,6 +196,7 @@ def kv4_write(
         rope: bf16 [T, 64] or [T, 1, 64], any strides; None or with no columns for 288-byte rows.
         global_scale: a power of two that multiplies on decoding; the row does not hold it.
         scale_choice: "amax", or "mse": of 13 scales for a block the one of least squared error. About 400 instructions a value more (*derived*).
+        tile: None is `tile_for`; others are for the sweep of the workbench.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -211,7 +225,7 @@ def kv4_write(
     inverse_global = 1.0 / check_global_scale(global_scale)
     if not tokens:
         return
-    rows = 1 if tokens <= FEW_TOKENS else MANY_ROWS
+    rows, warps = tile or tile_for(tokens)
     _kv4_write_kernel[(triton.cdiv(tokens, rows),)](
         latent_words,
         rope_words,
@@ -228,7 +242,7 @@ def kv4_write(
         ROPE=ROPE_MODES[row.width],
         SEARCH=scale_choice == "mse",
         NATIVE=native(pool.device),
-        num_warps=2 if rows == 1 else 4,
+        num_warps=warps,
     )
 
 

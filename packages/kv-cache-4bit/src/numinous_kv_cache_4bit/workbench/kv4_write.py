@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_write import (
+    FEW_TOKENS,
     MANY_ROWS,
     ROPE_MODES,
     ScaleChoice,
+    Tile,
     kv4_write,
     reference,
+    tile_for,
     traffic,
 )
 from numinous_kv_cache_4bit.workbench.shared import engine_version
@@ -165,7 +168,7 @@ def _compare_oracle(case: Case, got: Tensors, exact: Tensors) -> None:
         )
 
 
-def _run(case: Case, inputs: Tensors) -> Tensors:
+def _run(case: Case, inputs: Tensors, tile: Tile | None = None) -> Tensors:
     pool = pool_of(case, inputs)
     kv4_write(
         pool,
@@ -174,6 +177,7 @@ def _run(case: Case, inputs: Tensors) -> Tensors:
         inputs["rope"],
         global_scale=case.scale,
         scale_choice=case.choice,
+        tile=tile,
     )
     return {"memory": inputs["memory"]}
 
@@ -240,7 +244,7 @@ def _binary(
             "gfx950": {"NATIVE": 0},
         },
         aligned=[k for k in signature if k not in ("inverse_global", "tokens", "slots")],
-        options={"num_warps": 2 if rows == 1 else 4},
+        options={"num_warps": tile_for(1 if rows == 1 else FEW_TOKENS + 1).warps},
         required={
             "sm90": ("HMNMX2.XORSIGN",),
             **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
@@ -298,3 +302,41 @@ OP = Op(
     bench_cases=_bench_cases(),
     bench_options={"l2": "rotate"},
 )
+
+
+def _by(tile: Tile) -> Implementation:
+    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
+
+
+SWEPT = (
+    Tile(
+        1, 1
+    ),  # 16 values a thread: the whole block is one thread's, no exchange through shared memory
+    Tile(2, 2),
+    Tile(4, 4),
+    Tile(8, 8),
+    Tile(1, 2),  # 8 values a thread
+    Tile(4, 2),  # 32 values a thread
+    Tile(8, 4),
+)
+
+SWEEP = replace(
+    OP,
+    name="kv4_write_sweep",
+    cases=(),
+    bench_cases=(
+        *(Case(tokens) for tokens in (1, 64, 128, 256, 512, 1024, 4096, 16384, 65536)),
+        *(Case(tokens, 288) for tokens in (64, 4096, 65536)),
+        *(Case(tokens, choice="mse") for tokens in (64, 4096)),
+    ),
+    implementations={
+        "triton": OP.implementations["triton"],
+        **{"-".join(f"{k}{v}" for k, v in tile._asdict().items()): _by(tile) for tile in SWEPT},
+    },
+    peers={},
+    binaries=(),
+)
+"""Other rows and warps of a program beside the launcher's::
+
+    numinous bench numinous_kv_cache_4bit.workbench.kv4_write:SWEEP --arch sm90
+"""
