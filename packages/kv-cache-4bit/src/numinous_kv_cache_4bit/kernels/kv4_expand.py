@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
-from numinous_kv_cache_4bit.kernels.kv4_gather import convert_rope, latent_to_bf16
+from numinous_kv_cache_4bit.kernels.kv4_gather import latent_to_bf16, load_rope, store_rope
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES, checked_pool
 from numinous_tooling.formats import LATENT_DIM
 from numinous_tooling.workbench import Tensors, Traffic
@@ -43,6 +43,7 @@ class Tile(NamedTuple):
         group: of these, rows whose rope part is converted together.
         rows: of these, rows whose latent is converted together.
         warps: of a program, of 32 threads.
+        ahead: whether a group's rope parts are loaded before anything is stored.
     """
 
     programs: int
@@ -50,6 +51,7 @@ class Tile(NamedTuple):
     group: int
     rows: int
     warps: int
+    ahead: bool = False
 
 
 TILE = Tile(programs=1024, unit=32, group=8, rows=2, warps=4)
@@ -133,6 +135,7 @@ def _kv4_expand_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    AHEAD: tl.constexpr,
 ):
     lane = tl.arange(0, BATCH)
     _, rows = _length(requests_ptr, lengths_ptr, lane, lane < batch, extra, table_rows, columns)
@@ -148,6 +151,20 @@ def _kv4_expand_kernel(
         table = table_ptr + request * table_stride
         end = tl.minimum(first + UNIT, length)
         for start in range(first, end, GROUP):
+            if (
+                AHEAD
+            ):  # else the loads wait for the stores of the latent, which could write what they read
+                row, _, valid = _addresses(
+                    table,
+                    start + tl.arange(0, GROUP),
+                    length,
+                    pool_ptr,
+                    out_ptr,
+                    pool_stride,
+                    out_stride,
+                    slots,
+                )
+                four, scales = load_rope(row + 288, valid, ROPE)
             for turn in tl.static_range(GROUP // ROWS):
                 at = start + turn * ROWS + tl.arange(0, ROWS)
                 row, to, valid = _addresses(
@@ -165,7 +182,9 @@ def _kv4_expand_kernel(
                     out_stride,
                     slots,
                 )
-                convert_rope(row + 288, to + 1024, valid, valid, ROPE)
+                if not AHEAD:
+                    four, scales = load_rope(row + 288, valid, ROPE)
+                store_rope(four, scales, to + 1024, valid, ROPE)
 
 
 # --- Public function ------------------------------------------------------------------------------------------------
@@ -236,6 +255,7 @@ def kv4_expand(
         GROUP=tile.group,
         ROWS=tile.rows,
         ROPE=ROPE_MODES[row.width],
+        AHEAD=tile.ahead and row.rope_dim > 0,
         num_warps=tile.warps // 2 if torch.version.hip else tile.warps,
     )
 

@@ -55,11 +55,12 @@ To = Literal["fp8", "bf16"]
 
 
 class Tile(NamedTuple):
-    """Rows that a program takes at a time, how many times, and its warps of 32 threads."""
+    """Rows that a program takes at a time, how many times, its warps of 32 threads, and whether it loads rope parts first."""
 
     rows: int
     turns: int
     warps: int
+    ahead: bool = False
 
 
 TILES: dict[To, Tile] = {"fp8": Tile(4, 2, 4), "bf16": Tile(2, 4, 4)}
@@ -149,19 +150,29 @@ def latent_to_bf16(row, to, valid, live, ROWS: tl.constexpr):
 
 
 @triton.jit
-def convert_rope(row, to, valid, live, ROPE: tl.constexpr):
-    """Rope part of rows, from where it begins in either; its steps are in the 32 bytes before."""
+def load_rope(row, valid, ROPE: tl.constexpr):
+    """Rope part of rows, from where it begins, and what its steps are made from: the 32 bytes before."""
     column = tl.arange(0, 16)[:, None]
-    mask, keep = valid[None, :], live[None, :]
+    mask = valid[None, :]
     if ROPE == 1:
         four = tl.load(words(row)[None, :] + column, mask=mask, other=0)
-        scales = tl.load(quads(row - 32)[None, :] + column // 4, mask=mask, other=0)
+        return four, tl.load(quads(row - 32)[None, :] + column // 4, mask=mask, other=0)
+    else:
+        four = tl.load(quads(row)[None, :] + column, mask=mask, other=0)
+        return four, four
+
+
+@triton.jit
+def store_rope(four, scales, to, live, ROPE: tl.constexpr):
+    """What `load_rope` gave, as bf16 at addresses `to`."""
+    column = tl.arange(0, 16)[:, None]
+    keep = live[None, :]
+    if ROPE == 1:
         step = step_value(step_of_scales(scales.to(tl.uint32), (scales >> 32).to(tl.uint32)))
         low = bf16_pair(int8_value(four, step), int8_value(four >> 8, step))
         high = bf16_pair(int8_value(four >> 16, step), int8_value(four >> 24, step))
         tl.store(quads(to)[None, :] + column, quad(low, high), mask=keep)
     else:
-        four = tl.load(quads(row)[None, :] + column, mask=mask, other=0)
         tl.store(quads(to)[None, :] + column, four, mask=keep)
 
 
@@ -189,6 +200,7 @@ def _kv4_gather_kernel(
     ROWS: tl.constexpr,  # at a time
     TURNS: tl.constexpr,
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    AHEAD: tl.constexpr,
     FP8: tl.constexpr,
     POSITIONS: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -198,6 +210,12 @@ def _kv4_gather_kernel(
     end = total
     if COUNTED:
         end = tl.minimum(end, tl.load(count_ptr))
+    if AHEAD:  # else the loads wait for the stores of the latent, which could write what they read
+        at = first + tl.arange(0, ROWS * TURNS)
+        row, _, _, valid, _ = _addresses(
+            index_ptr, pool_ptr, out_ptr, at, pool_stride, out_stride, total, end, slots
+        )
+        four, scales = load_rope(row + 288, valid, ROPE)
     for turn in tl.static_range(TURNS):
         at = first + turn * ROWS + tl.arange(0, ROWS)
         row, to, _, valid, live = _addresses(
@@ -212,7 +230,9 @@ def _kv4_gather_kernel(
         index_ptr, pool_ptr, out_ptr, at, pool_stride, out_stride, total, end, slots
     )
     if ROPE > 0:
-        convert_rope(row + 288, to + (528 if FP8 else 1024), valid, live, ROPE)
+        if not AHEAD:
+            four, scales = load_rope(row + 288, valid, ROPE)
+        store_rope(four, scales, to + (528 if FP8 else 1024), live, ROPE)
     if POSITIONS:
         tl.store(positions_ptr + at, tl.where(found, at, -1), mask=at < total)
 
@@ -285,6 +305,7 @@ def kv4_gather(
         ROWS=tile.rows,
         TURNS=tile.turns,
         ROPE=ROPE_MODES[row.width],
+        AHEAD=tile.ahead and row.rope_dim > 0,
         FP8=to == "fp8",
         POSITIONS=positions is not None,
         COUNTED=count is not None,

@@ -63,10 +63,11 @@ MANY_ROWS = 8
 
 
 class Tile(NamedTuple):
-    """Rows and warps of a program."""
+    """Rows and warps of a program, and whether it loads rope parts ahead of its first store."""
 
     rows: int
     warps: int
+    ahead: bool = False
 
 
 def tile_for(tokens: int) -> Tile:
@@ -108,6 +109,12 @@ def traffic(tokens: int, width: int, id_bytes: int) -> Traffic:
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _load_rope(rope_ptr, rope_stride, token, live):
+    at = rope_ptr + (token * rope_stride)[:, None] + tl.arange(0, 32)[None, :]
+    return tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def _kv4_write_kernel(
     latent_ptr,  # [T, 256] words: two bf16 each
@@ -123,6 +130,7 @@ def _kv4_write_kernel(
     inverse_global,
     ROWS: tl.constexpr,  # of a program
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    AHEAD: tl.constexpr,
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -136,6 +144,9 @@ def _kv4_write_kernel(
     # Not masked by `keep`: the load need not wait for the id.
     at = latent_ptr + (token * latent_stride)[:, None] + word
     pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+    # Ahead of the first store: behind it the load waits, since the store could write what it reads.
+    if ROPE > 0 and AHEAD:
+        rope = _load_rope(rope_ptr, rope_stride, token, live)
     pair = tl.reshape(pair, [ROWS, 32, 8])  # blocks of 16 values
     low, high = pair << 16, pair & 0xFFFF0000  # fp32 bits of the even and of the odd columns
     size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
@@ -155,11 +166,11 @@ def _kv4_write_kernel(
 
     if ROPE > 0:
         column = tl.arange(0, 32)[None, :]
-        at = rope_ptr + (token * rope_stride)[:, None] + column
-        pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+        if not AHEAD:
+            rope = _load_rope(rope_ptr, rope_stride, token, live)
         to = row + 288
         if ROPE == 1:
-            pair = tl.reshape(pair, [ROWS, 4, 8])  # groups of 16 values
+            pair = tl.reshape(rope, [ROWS, 4, 8])  # groups of 16 values
             low, high = pair << 16, pair & 0xFFFF0000
             size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
             steps = step_codes(tl.max(size, axis=2).to(tl.uint32))[:, :, None]  # [ROWS, 4, 1]
@@ -170,7 +181,7 @@ def _kv4_write_kernel(
             signs = ((steps >> tl.arange(0, 8)[None, None, :]) << 7).to(tl.uint8) & 0x80
             codes |= tl.reshape(signs, [ROWS, 32])
         else:
-            tl.store(words(to)[:, None] + column, pair, mask=keep[:, None])
+            tl.store(words(to)[:, None] + column, rope, mask=keep[:, None])
     tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
 
@@ -225,7 +236,7 @@ def kv4_write(
     inverse_global = 1.0 / check_global_scale(global_scale)
     if not tokens:
         return
-    rows, warps = tile or tile_for(tokens)
+    rows, warps, ahead = tile or tile_for(tokens)
     _kv4_write_kernel[(triton.cdiv(tokens, rows),)](
         latent_words,
         rope_words,
@@ -240,6 +251,7 @@ def kv4_write(
         inverse_global,
         ROWS=rows,
         ROPE=ROPE_MODES[row.width],
+        AHEAD=ahead,
         SEARCH=scale_choice == "mse",
         NATIVE=native(pool.device),
         num_warps=warps,

@@ -11,7 +11,7 @@ import torch
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_expand import TILE, Tile, kv4_expand, reference, traffic
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
 from numinous_tooling.testing.tensors import assert_bitwise_equal
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -166,6 +166,7 @@ def _binary(name: str, width: int, batch: int, *, quick: bool = True) -> TritonB
             "GROUP": TILE.group,
             "ROWS": TILE.rows,
             "ROPE": ROPE_MODES[width],
+            "AHEAD": False,
         },
         aligned=(*pointers, "pool_stride", "out_stride"),
         options={"num_warps": 4, "gfx950": {"num_warps": 2}},
@@ -223,14 +224,14 @@ def _by(tile: Tile) -> Implementation:
     return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
 
 
-TILES = (
+SWEPT = (
     Tile(2112, 32, 8, 2, 4),  # 16 programs for an SM: all that 32 registers allow
     Tile(1024, 8, 8, 2, 4),  # a request's rows on four times as many programs
-    Tile(2112, 8, 8, 2, 4),  # both
-    Tile(4224, 8, 8, 2, 4),
-    Tile(2112, 4, 4, 2, 4),
-    Tile(1584, 8, 8, 8, 4),  # eight rows under way; exchanges through shared memory
-    Tile(1056, 8, 8, 4, 8),
+    *(Tile(2112, 8, 8, 2, 4, ahead) for ahead in (False, True)),  # both
+    Tile(4224, 8, 8, 2, 4, True),
+    Tile(2112, 4, 4, 2, 4, True),
+    *(Tile(1584, 8, 8, 8, 4, ahead) for ahead in (False, True)),  # eight rows under way
+    Tile(1056, 8, 8, 4, 8, True),
 )
 
 SWEEP = replace(
@@ -240,7 +241,7 @@ SWEEP = replace(
     bench_cases=(Case(1, 512, equal=True), Case(8, 4096, equal=True), *_bench_cases()),
     implementations={
         "triton": OP.implementations["triton"],
-        **{"-".join(f"{k}{v}" for k, v in tile._asdict().items()): _by(tile) for tile in TILES},
+        **{launch_name(tile): _by(tile) for tile in SWEPT},
     },
     peers={},
     binaries=(),

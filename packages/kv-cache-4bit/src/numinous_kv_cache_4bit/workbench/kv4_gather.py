@@ -19,7 +19,7 @@ from numinous_kv_cache_4bit.kernels.kv4_gather import (
     traffic,
 )
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
 from numinous_tooling.testing.tensors import assert_bitwise_equal
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -228,6 +228,7 @@ def _binary(name: str, width: int, to: To, *, quick: bool = True) -> TritonBinar
             "ROWS": TILES[to].rows,
             "TURNS": TILES[to].turns,
             "ROPE": ROPE_MODES[width],
+            "AHEAD": False,
             "FP8": to == "fp8",
             "POSITIONS": True,
             "COUNTED": False,
@@ -310,14 +311,15 @@ def _by(tile: Tile) -> Implementation:
 
 
 SWEPT = (
-    Tile(4, 1, 4),  # to FP8 one turn in place of two: shorter, and twice as many programs
-    Tile(2, 1, 2),
-    Tile(2, 1, 4),  # to bf16 one turn in place of four
-    Tile(1, 1, 2),
+    *(Tile(4, 2, 4, ahead) for ahead in (False, True)),
+    *(Tile(4, 1, 4, ahead) for ahead in (False, True)),  # to FP8 one turn in place of two
+    Tile(2, 1, 2, True),
+    Tile(2, 1, 4, True),  # to bf16 one turn in place of four
+    Tile(1, 1, 2, True),
     Tile(4, 4, 4),  # longer: fewer programs look up ids
-    Tile(8, 1, 4),  # more rows under way; exchanges through shared memory
-    Tile(8, 1, 8),
-    Tile(16, 1, 4),
+    *(Tile(8, 1, 4, ahead) for ahead in (False, True)),  # more under way
+    Tile(8, 1, 8, True),
+    Tile(16, 1, 4, True),
 )
 
 SWEEP = replace(
@@ -330,7 +332,7 @@ SWEEP = replace(
     ),
     implementations={
         "triton": OP.implementations["triton"],
-        **{"-".join(f"{k}{v}" for k, v in tile._asdict().items()): _by(tile) for tile in SWEPT},
+        **{launch_name(tile): _by(tile) for tile in SWEPT},
     },
     peers={},
     binaries=(),

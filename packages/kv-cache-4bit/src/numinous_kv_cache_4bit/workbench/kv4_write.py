@@ -20,7 +20,7 @@ from numinous_kv_cache_4bit.kernels.kv4_write import (
     tile_for,
     traffic,
 )
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
 from numinous_tooling.testing.tensors import assert_outputs_bitwise
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -238,6 +238,7 @@ def _binary(
             "loc_stride": 1,
             "ROWS": rows,
             "ROPE": rope,
+            "AHEAD": False,
             "SEARCH": search,
             "NATIVE": 2,
             "sm90": {"NATIVE": 1},
@@ -309,15 +310,13 @@ def _by(tile: Tile) -> Implementation:
 
 
 SWEPT = (
-    Tile(
-        1, 1
-    ),  # 16 values a thread: the whole block is one thread's, no exchange through shared memory
-    Tile(2, 2),
-    Tile(4, 4),
-    Tile(8, 8),
-    Tile(1, 2),  # 8 values a thread
-    Tile(4, 2),  # 32 values a thread
-    Tile(8, 4),
+    *(Tile(1, 1, ahead) for ahead in (False, True)),  # 16 values a thread: whole blocks
+    Tile(2, 2, True),
+    *(Tile(4, 4, ahead) for ahead in (False, True)),
+    Tile(8, 8, True),
+    *(Tile(1, 2, ahead) for ahead in (False, True)),  # 8 values a thread
+    Tile(4, 2, True),  # 32 values a thread
+    *(Tile(8, 4, ahead) for ahead in (False, True)),
 )
 
 SWEEP = replace(
@@ -331,12 +330,12 @@ SWEEP = replace(
     ),
     implementations={
         "triton": OP.implementations["triton"],
-        **{"-".join(f"{k}{v}" for k, v in tile._asdict().items()): _by(tile) for tile in SWEPT},
+        **{launch_name(tile): _by(tile) for tile in SWEPT},
     },
     peers={},
     binaries=(),
 )
-"""Other rows and warps of a program beside the launcher's::
+"""Other tiles beside the launcher's::
 
     numinous bench numinous_kv_cache_4bit.workbench.kv4_write:SWEEP --arch sm90
 """
