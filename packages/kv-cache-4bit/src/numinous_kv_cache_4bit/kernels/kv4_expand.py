@@ -151,10 +151,9 @@ def _kv4_expand_kernel(
         table = table_ptr + request * table_stride
         end = tl.minimum(first + UNIT, length)
         for start in range(first, end, GROUP):
-            if (
-                AHEAD
-            ):  # else the loads wait for the stores of the latent, which could write what they read
-                row, _, valid = _addresses(
+            # Ahead of the first store: behind it the loads wait, since the store could write what they read.
+            if AHEAD:
+                group_row, _group_to, group_valid = _addresses(
                     table,
                     start + tl.arange(0, GROUP),
                     length,
@@ -164,7 +163,7 @@ def _kv4_expand_kernel(
                     out_stride,
                     slots,
                 )
-                four, scales = load_rope(row + 288, valid, ROPE)
+                four, scales = load_rope(group_row + 288, group_valid, ROPE)
             for turn in tl.static_range(GROUP // ROWS):
                 at = start + turn * ROWS + tl.arange(0, ROWS)
                 row, to, valid = _addresses(

@@ -17,7 +17,7 @@
             between threads but by shuffles, for the rope's steps; 16 bytes a store, four 16-byte loads under way. The machine code for
             sm90 has 464 instructions, 12.9 a value (sm100: 391, 10.9), for one row 249, 27 a value: there the two warps exchange the
             steps through shared memory.
-*Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
+*Time*      measured: docs/kernels/kv4_write.md. *Derived* before, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
             bytes and 1.1 µs of instructions on top, 3.7 µs; T = 65,536: 17 µs of instructions under 23.3 of bytes, 27 µs (86 % of
             the roof).
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
