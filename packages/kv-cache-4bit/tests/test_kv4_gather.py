@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from numinous_kv_cache_4bit.kernels import kv4_gather as kernels
 from numinous_kv_cache_4bit.kernels.codec import e4m3_value
 from numinous_kv_cache_4bit.kernels.kv4_gather import kv4_gather, reference
 from numinous_kv_cache_4bit.kernels.kv4_write import kv4_write
@@ -72,8 +73,7 @@ def _every_product(device: torch.device, to: Any) -> None:
 @pytest.mark.parametrize("to", ["fp8", "bf16"])
 def test_every_product_interpreted(to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # One program: the arithmetic is what is tested.
-    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.ROWS_OF_PROGRAM", 256)
-    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.ROWS", {to: 256})
+    monkeypatch.setitem(kernels.TILES, to, kernels.Tile(256, 1, 4))
     _every_product(torch.device("cpu"), to)
 
 
@@ -105,8 +105,7 @@ def _every_rope_code(device: torch.device, to: Any) -> None:
 @pytest.mark.tier("interpret")
 @pytest.mark.parametrize("to", ["fp8", "bf16"])
 def test_every_rope_code_interpreted(to: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.ROWS_OF_PROGRAM", 512)
-    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.kv4_gather.ROWS", {to: 512})
+    monkeypatch.setitem(kernels.TILES, to, kernels.Tile(512, 1, 4))
     _every_rope_code(torch.device("cpu"), to)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from numinous_tooling.catalog import Kernel
 
 COMPILED = dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled")
+RUN = {**COMPILED, "sm90": "run"}
 
 KERNELS = (
     Kernel(
@@ -13,7 +14,21 @@ KERNELS = (
         package="kv-cache-4bit",
         declared="numinous_kv_cache_4bit.workbench.kv4_write:OP",
         sentence="Quantises MLA latent and rope of new tokens to packed 4-bit rows and writes them at their slots.",
-        arch=COMPILED,
+        arch=RUN,
+        evidence=(
+            "kv4_write-fd25a61bebcb",
+            "kv4_write-3bc589d5763b",
+            "kv4_write-cef0fc5796e8",
+            "kv4_write-d874633ddf58",
+            "kv4_write-f50a643bf09b",
+            "kv4_write-2b3eeb736b1d",
+            "kv4_write-de8782d27945",
+            "kv4_write-9207d82405ea",
+            "kv4_write-565f86fe4acd",
+            "kv4_write-b4349391a27f",
+            "kv4_write-6db64d36ac8f",
+            "kv4_write-daa25823f24f",
+        ),
         peers=("sglang-fp8", "sglang-bf16"),
     ),
     Kernel(
@@ -21,7 +36,17 @@ KERNELS = (
         package="kv-cache-4bit",
         declared="numinous_kv_cache_4bit.workbench.kv4_gather:OP",
         sentence="Gathers 4-bit MLA rows by index into FlashMLA's FP8 rows or into bf16 rows.",
-        arch=COMPILED,
+        arch=RUN,
+        evidence=(
+            "kv4_gather-a74483feeff6",
+            "kv4_gather-9390ea68146b",
+            "kv4_gather-cff577b1aba1",
+            "kv4_gather-410b97204b8b",
+            "kv4_gather-49e76fc674b9",
+            "kv4_gather-3cbb98a65242",
+            "kv4_gather-83a01aad2557",
+            "kv4_gather-c7beb7315ae9",
+        ),
         peers=("sglang-dequantize", "sglang-requantize"),
     ),
     Kernel(
@@ -29,7 +54,14 @@ KERNELS = (
         package="kv-cache-4bit",
         declared="numinous_kv_cache_4bit.workbench.kv4_compact:OP",
         sentence="Lists the distinct rows of a batch of top-k tables once and renumbers the tables, without a synchronisation.",
-        arch=COMPILED,
+        arch=RUN,
+        evidence=(
+            "kv4_compact-925581862ba6",
+            "kv4_compact-f48a1e32d749",
+            "kv4_compact-defdd64c801b",
+            "kv4_compact-c84182393e39",
+            "kv4_compact-ece631e9c884",
+        ),
         peers=("torch-sort",),
     ),
     Kernel(
@@ -37,7 +69,14 @@ KERNELS = (
         package="kv-cache-4bit",
         declared="numinous_kv_cache_4bit.workbench.kv4_expand:OP",
         sentence="Decodes the live 4-bit MLA rows of a batch in place to bf16 rows that stock attention reads.",
-        arch=COMPILED,
+        arch=RUN,
+        evidence=(
+            "kv4_expand-0b3ccbdde80c",
+            "kv4_expand-514eaaa5920e",
+            "kv4_expand-6c6360dd83ba",
+            "kv4_expand-014173af841b",
+            "kv4_expand-2ff57a55afc5",
+        ),
         peers=("sglang-cast",),
     ),
     Kernel(

@@ -28,7 +28,7 @@ REQUANTIZE = f"{KERNELS}.dequant_k_cache:gather_dequant_requant_fp8_paged"
 FEATURE = Feature(
     id=GLM_DSA,
     sentence="4-bit KV cache for GLM-5.3 on Hopper: 1.78 times the tokens of FP8 in the same memory.",
-    arch={"sm90": "emulated"},
+    arch={"sm90": "run"},
     patches=(
         *kept_rows_hooks(GLM_DSA, OURS),
         Hook(

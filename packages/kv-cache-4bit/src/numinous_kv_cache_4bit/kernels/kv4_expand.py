@@ -19,24 +19,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
-from numinous_kv_cache_4bit.kernels.kv4_gather import ROWS, convert_rope, latent_to_bf16
+from numinous_kv_cache_4bit.kernels.kv4_gather import latent_to_bf16, load_rope, store_rope
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES, checked_pool
 from numinous_tooling.formats import LATENT_DIM
 from numinous_tooling.workbench import Tensors, Traffic
 
-__all__ = ["kv4_expand", "reference", "traffic"]
+__all__ = ["TILE", "Tile", "kv4_expand", "reference", "traffic"]
 
-UNIT = 32
-"""Rows of a request that a program takes at a time."""
-GROUP = 8
-"""Rows whose rope part is converted together."""
-PROGRAMS = 1024
-"""Of a launch: eight for each SM of an H200, all resident at once."""
+
+class Tile(NamedTuple):
+    """A launch.
+
+    Args:
+        programs: of it.
+        unit: rows of a request that a program takes at a time.
+        group: of these, rows whose rope part is converted together.
+        rows: of these, rows whose latent is converted together.
+        warps: of a program, of 32 threads.
+        ahead: whether a group's rope parts are loaded before anything is stored.
+    """
+
+    programs: int
+    unit: int
+    group: int
+    rows: int
+    warps: int
+    ahead: bool = False
+
+
+TILE = Tile(programs=1024, unit=32, group=8, rows=2, warps=4)
+"""What the launcher takes: eight programs for each SM of an H200, all resident at once."""
 LEAST_BATCH = 32
 """Width of the scan in the smallest launch; powers of two from here on are compiled apart."""
 MOST_REQUESTS = 2**14
@@ -116,6 +135,7 @@ def _kv4_expand_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    AHEAD: tl.constexpr,
 ):
     lane = tl.arange(0, BATCH)
     _, rows = _length(requests_ptr, lengths_ptr, lane, lane < batch, extra, table_rows, columns)
@@ -131,6 +151,19 @@ def _kv4_expand_kernel(
         table = table_ptr + request * table_stride
         end = tl.minimum(first + UNIT, length)
         for start in range(first, end, GROUP):
+            # Ahead of the first store: behind it the loads wait, since the store could write what they read.
+            if AHEAD:
+                group_row, _group_to, group_valid = _addresses(
+                    table,
+                    start + tl.arange(0, GROUP),
+                    length,
+                    pool_ptr,
+                    out_ptr,
+                    pool_stride,
+                    out_stride,
+                    slots,
+                )
+                four, scales = load_rope(group_row + 288, group_valid, ROPE)
             for turn in tl.static_range(GROUP // ROWS):
                 at = start + turn * ROWS + tl.arange(0, ROWS)
                 row, to, valid = _addresses(
@@ -148,7 +181,9 @@ def _kv4_expand_kernel(
                     out_stride,
                     slots,
                 )
-                convert_rope(row + 288, to + 1024, valid, valid, ROPE)
+                if not AHEAD:
+                    four, scales = load_rope(row + 288, valid, ROPE)
+                store_rope(four, scales, to + 1024, valid, ROPE)
 
 
 # --- Public function ------------------------------------------------------------------------------------------------
@@ -162,6 +197,7 @@ def kv4_expand(
     out: torch.Tensor,
     *,
     extra: int = 0,
+    tile: Tile = TILE,
 ) -> None:
     """Decode the live rows of a batch to bf16 rows at their own slots of `out`.
 
@@ -172,6 +208,7 @@ def kv4_expand(
         lengths: int32 or int64 [B], live entries of each.
         out: bf16 [slots, 576 or 512], a 1 in the middle is taken; contiguous, at a multiple of 16 bytes.
         extra: added to each length: slots that follow it in the table and may be live.
+        tile: other ones are for the sweep of the workbench.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -195,7 +232,10 @@ def kv4_expand(
     _check_out(out, pool, LATENT_DIM + row.rope_dim)
     if not batch or not table.numel() or not len(pool):
         return
-    _kv4_expand_kernel[(_programs(pool.device),)](
+    programs = (
+        3 if pool.device.type == "cpu" else tile.programs
+    )  # the interpreter shares units out, too
+    _kv4_expand_kernel[(programs,)](
         pool,
         table,
         requests.contiguous(),
@@ -210,16 +250,13 @@ def kv4_expand(
         table.shape[1],
         pool.shape[0],
         BATCH=max(LEAST_BATCH, triton.next_power_of_2(batch)),
-        UNIT=UNIT,
-        GROUP=GROUP,
-        ROWS=ROWS["bf16"],
+        UNIT=tile.unit,
+        GROUP=tile.group,
+        ROWS=tile.rows,
         ROPE=ROPE_MODES[row.width],
-        num_warps=2 if torch.version.hip else 4,  # 128 threads
+        AHEAD=tile.ahead and row.rope_dim > 0,
+        num_warps=tile.warps // 2 if torch.version.hip else tile.warps,
     )
-
-
-def _programs(device: torch.device) -> int:
-    return 3 if device.type == "cpu" else PROGRAMS  # the interpreter shares units out, too
 
 
 def _check_out(out: torch.Tensor, pool: torch.Tensor, columns: int) -> None:

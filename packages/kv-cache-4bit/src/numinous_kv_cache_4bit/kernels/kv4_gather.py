@@ -16,14 +16,14 @@
             maximum of 8 scale codes, by shuffles. For FP8 the eight products of a block's scale are converted once and looked up by
             nibbles (`codec.requantize_block`); bf16 goes through fp16 (`codec.unpack_e2m1`). Machine code for sm90: 294 and 421
             instructions a program of 8 rows, 8.2 and 11.7 a value, of 12 and 18 that fit into the time of the bytes.
-*Time*      *derived*, one H200: 131,072 rows 37 µs to FP8, 52 µs to bf16 (85, 90 % of the roof); 2048 rows 3 µs.
+*Time*      measured: docs/kernels/kv4_gather.md. *Derived* before, one H200: 131,072 rows 37 µs to FP8, 52 µs to bf16 (85, 90 % of the roof); 2048 rows 3 µs.
 *Numerics*  bit for bit `reference`: "bf16" is exact, "fp8" rounds once as `codec` says; INT8 rope is exact in bf16.
 *Arch*      see catalog.py.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -49,12 +49,22 @@ from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES, checked_pool
 from numinous_tooling.formats import LATENT_DIM, RowFormat
 from numinous_tooling.workbench import Tensors, Traffic
 
-__all__ = ["To", "kv4_gather", "out_bytes", "reference", "traffic"]
+__all__ = ["TILES", "Tile", "To", "kv4_gather", "out_bytes", "reference", "traffic"]
 
 To = Literal["fp8", "bf16"]
-ROWS = {"fp8": 4, "bf16": 2}
-"""Rows that a program takes at a time: so many that 128 threads write 16 bytes each, see *Tiles*."""
-ROWS_OF_PROGRAM = 8
+
+
+class Tile(NamedTuple):
+    """Rows that a program takes at a time, how many times, its warps of 32 threads, and whether it loads rope parts first."""
+
+    rows: int
+    turns: int
+    warps: int
+    ahead: bool = False
+
+
+TILES: dict[To, Tile] = {"fp8": Tile(4, 2, 4), "bf16": Tile(2, 4, 4)}
+"""What the launcher takes: so many rows at a time that 128 threads write 16 bytes each, see *Tiles*."""
 
 
 def out_bytes(row: RowFormat, to: To) -> int:
@@ -140,19 +150,29 @@ def latent_to_bf16(row, to, valid, live, ROWS: tl.constexpr):
 
 
 @triton.jit
-def convert_rope(row, to, valid, live, ROPE: tl.constexpr):
-    """Rope part of rows, from where it begins in either; its steps are in the 32 bytes before."""
+def load_rope(row, valid, ROPE: tl.constexpr):
+    """Rope part of rows, from where it begins, and what its steps are made from: the 32 bytes before."""
     column = tl.arange(0, 16)[:, None]
-    mask, keep = valid[None, :], live[None, :]
+    mask = valid[None, :]
     if ROPE == 1:
         four = tl.load(words(row)[None, :] + column, mask=mask, other=0)
-        scales = tl.load(quads(row - 32)[None, :] + column // 4, mask=mask, other=0)
+        return four, tl.load(quads(row - 32)[None, :] + column // 4, mask=mask, other=0)
+    else:
+        four = tl.load(quads(row)[None, :] + column, mask=mask, other=0)
+        return four, four
+
+
+@triton.jit
+def store_rope(four, scales, to, live, ROPE: tl.constexpr):
+    """What `load_rope` gave, as bf16 at addresses `to`."""
+    column = tl.arange(0, 16)[:, None]
+    keep = live[None, :]
+    if ROPE == 1:
         step = step_value(step_of_scales(scales.to(tl.uint32), (scales >> 32).to(tl.uint32)))
         low = bf16_pair(int8_value(four, step), int8_value(four >> 8, step))
         high = bf16_pair(int8_value(four >> 16, step), int8_value(four >> 24, step))
         tl.store(quads(to)[None, :] + column, quad(low, high), mask=keep)
     else:
-        four = tl.load(quads(row)[None, :] + column, mask=mask, other=0)
         tl.store(quads(to)[None, :] + column, four, mask=keep)
 
 
@@ -180,6 +200,7 @@ def _kv4_gather_kernel(
     ROWS: tl.constexpr,  # at a time
     TURNS: tl.constexpr,
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    AHEAD: tl.constexpr,
     FP8: tl.constexpr,
     POSITIONS: tl.constexpr,
     COUNTED: tl.constexpr,
@@ -189,6 +210,13 @@ def _kv4_gather_kernel(
     end = total
     if COUNTED:
         end = tl.minimum(end, tl.load(count_ptr))
+    # Ahead of the first store: behind it the loads wait, since the store could write what they read.
+    if AHEAD:
+        at = first + tl.arange(0, ROWS * TURNS)
+        row, _, _, valid, _ = _addresses(
+            index_ptr, pool_ptr, out_ptr, at, pool_stride, out_stride, total, end, slots
+        )
+        four, scales = load_rope(row + 288, valid, ROPE)
     for turn in tl.static_range(TURNS):
         at = first + turn * ROWS + tl.arange(0, ROWS)
         row, to, _, valid, live = _addresses(
@@ -203,7 +231,9 @@ def _kv4_gather_kernel(
         index_ptr, pool_ptr, out_ptr, at, pool_stride, out_stride, total, end, slots
     )
     if ROPE > 0:
-        convert_rope(row + 288, to + (528 if FP8 else 1024), valid, live, ROPE)
+        if not AHEAD:
+            four, scales = load_rope(row + 288, valid, ROPE)
+        store_rope(four, scales, to + (528 if FP8 else 1024), live, ROPE)
     if POSITIONS:
         tl.store(positions_ptr + at, tl.where(found, at, -1), mask=at < total)
 
@@ -219,6 +249,7 @@ def kv4_gather(
     out: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
     """Rows of a 4-bit pool by index, as rows that stock attention reads.
 
@@ -230,6 +261,7 @@ def kv4_gather(
             N is the number of ids.
         positions: int32, contiguous, in the shape of `index`, to receive each id's row of `out`, or -1.
         count: int32 [1] on the device: rows from it on are left as they are; positions are written for all.
+        tile: None is that of `TILES`; others are for the sweep of the workbench.
 
     Returns:
         `out`.
@@ -260,7 +292,8 @@ def kv4_gather(
     if not total:
         return out
     rows = out.view(torch.uint8)
-    _kv4_gather_kernel[(triton.cdiv(total, ROWS_OF_PROGRAM),)](
+    tile = tile or TILES[to]
+    _kv4_gather_kernel[(triton.cdiv(total, tile.rows * tile.turns),)](
         pool,
         index.contiguous(),
         rows,
@@ -270,14 +303,15 @@ def kv4_gather(
         rows.shape[1],
         total,
         pool.shape[0],
-        ROWS=ROWS[to],
-        TURNS=ROWS_OF_PROGRAM // ROWS[to],
+        ROWS=tile.rows,
+        TURNS=tile.turns,
         ROPE=ROPE_MODES[row.width],
+        AHEAD=tile.ahead and row.rope_dim > 0,
         FP8=to == "fp8",
         POSITIONS=positions is not None,
         COUNTED=count is not None,
         NATIVE=native(pool.device),
-        num_warps=2 if torch.version.hip else 4,  # 128 threads
+        num_warps=tile.warps // 2 if torch.version.hip else tile.warps,
     )
     return out
 

@@ -17,7 +17,7 @@
             between threads but by shuffles, for the rope's steps; 16 bytes a store, four 16-byte loads under way. The machine code for
             sm90 has 464 instructions, 12.9 a value (sm100: 391, 10.9), for one row 249, 27 a value: there the two warps exchange the
             steps through shared memory.
-*Time*      *derived*, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
+*Time*      measured: docs/kernels/kv4_write.md. *Derived* before, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
             bytes and 1.1 µs of instructions on top, 3.7 µs; T = 65,536: 17 µs of instructions under 23.3 of bytes, 27 µs (86 % of
             the roof).
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
@@ -29,7 +29,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -50,7 +50,7 @@ from numinous_kv_cache_4bit.kernels.codec import (
 from numinous_tooling.formats import LATENT_DIM, RowFormat
 from numinous_tooling.workbench import Tensors, Traffic
 
-__all__ = ["ScaleChoice", "kv4_write", "reference", "traffic"]
+__all__ = ["ScaleChoice", "Tile", "kv4_write", "reference", "tile_for", "traffic"]
 
 ScaleChoice = Literal["amax", "mse"]
 
@@ -60,6 +60,19 @@ FEW_TOKENS = 128
 """Up to here a program writes one row."""
 MANY_ROWS = 8
 """Rows of a program above that."""
+
+
+class Tile(NamedTuple):
+    """Rows and warps of a program, and whether it loads rope parts ahead of its first store."""
+
+    rows: int
+    warps: int
+    ahead: bool = False
+
+
+def tile_for(tokens: int) -> Tile:
+    """What the launcher takes."""
+    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4)
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
@@ -96,6 +109,12 @@ def traffic(tokens: int, width: int, id_bytes: int) -> Traffic:
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _load_rope(rope_ptr, rope_stride, token, live):
+    at = rope_ptr + (token * rope_stride)[:, None] + tl.arange(0, 32)[None, :]
+    return tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["tokens", "slots"])
 def _kv4_write_kernel(
     latent_ptr,  # [T, 256] words: two bf16 each
@@ -111,6 +130,7 @@ def _kv4_write_kernel(
     inverse_global,
     ROWS: tl.constexpr,  # of a program
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    AHEAD: tl.constexpr,
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -124,6 +144,9 @@ def _kv4_write_kernel(
     # Not masked by `keep`: the load need not wait for the id.
     at = latent_ptr + (token * latent_stride)[:, None] + word
     pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+    # Ahead of the first store: behind it the load waits, since the store could write what it reads.
+    if ROPE > 0 and AHEAD:
+        rope = _load_rope(rope_ptr, rope_stride, token, live)
     pair = tl.reshape(pair, [ROWS, 32, 8])  # blocks of 16 values
     low, high = pair << 16, pair & 0xFFFF0000  # fp32 bits of the even and of the odd columns
     size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
@@ -143,11 +166,11 @@ def _kv4_write_kernel(
 
     if ROPE > 0:
         column = tl.arange(0, 32)[None, :]
-        at = rope_ptr + (token * rope_stride)[:, None] + column
-        pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+        if not AHEAD:
+            rope = _load_rope(rope_ptr, rope_stride, token, live)
         to = row + 288
         if ROPE == 1:
-            pair = tl.reshape(pair, [ROWS, 4, 8])  # groups of 16 values
+            pair = tl.reshape(rope, [ROWS, 4, 8])  # groups of 16 values
             low, high = pair << 16, pair & 0xFFFF0000
             size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
             steps = step_codes(tl.max(size, axis=2).to(tl.uint32))[:, :, None]  # [ROWS, 4, 1]
@@ -158,7 +181,7 @@ def _kv4_write_kernel(
             signs = ((steps >> tl.arange(0, 8)[None, None, :]) << 7).to(tl.uint8) & 0x80
             codes |= tl.reshape(signs, [ROWS, 32])
         else:
-            tl.store(words(to)[:, None] + column, pair, mask=keep[:, None])
+            tl.store(words(to)[:, None] + column, rope, mask=keep[:, None])
     tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
 
@@ -173,6 +196,7 @@ def kv4_write(
     *,
     global_scale: float = 1.0,
     scale_choice: ScaleChoice = "amax",
+    tile: Tile | None = None,
 ) -> None:
     """Quantise tokens and write them as rows of the pool; allocates nothing for inputs whose rows are contiguous.
 
@@ -183,6 +207,7 @@ def kv4_write(
         rope: bf16 [T, 64] or [T, 1, 64], any strides; None or with no columns for 288-byte rows.
         global_scale: a power of two that multiplies on decoding; the row does not hold it.
         scale_choice: "amax", or "mse": of 13 scales for a block the one of least squared error. About 400 instructions a value more (*derived*).
+        tile: None is `tile_for`; others are for the sweep of the workbench.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -211,7 +236,7 @@ def kv4_write(
     inverse_global = 1.0 / check_global_scale(global_scale)
     if not tokens:
         return
-    rows = 1 if tokens <= FEW_TOKENS else MANY_ROWS
+    rows, warps, ahead = tile or tile_for(tokens)
     _kv4_write_kernel[(triton.cdiv(tokens, rows),)](
         latent_words,
         rope_words,
@@ -226,9 +251,10 @@ def kv4_write(
         inverse_global,
         ROWS=rows,
         ROPE=ROPE_MODES[row.width],
+        AHEAD=ahead,
         SEARCH=scale_choice == "mse",
         NATIVE=native(pool.device),
-        num_warps=2 if rows == 1 else 4,
+        num_warps=warps,
     )
 
 

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
-from numinous_kv_cache_4bit.kernels.kv4_expand import GROUP, UNIT, kv4_expand, reference, traffic
-from numinous_kv_cache_4bit.kernels.kv4_gather import ROWS
+from numinous_kv_cache_4bit.kernels.kv4_expand import TILE, Tile, kv4_expand, reference, traffic
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
 from numinous_tooling.testing.tensors import assert_bitwise_equal
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -126,8 +125,8 @@ def _oracle(case: Case, inputs: Tensors) -> Tensors:
     return {"out": out}
 
 
-def _run(case: Case, inputs: Tensors) -> Tensors:
-    kv4_expand(**inputs, extra=case.extra)
+def _run(case: Case, inputs: Tensors, tile: Tile = TILE) -> Tensors:
+    kv4_expand(**inputs, extra=case.extra, tile=tile)
     return {"out": inputs["out"]}
 
 
@@ -163,10 +162,11 @@ def _binary(name: str, width: int, batch: int, *, quick: bool = True) -> TritonB
         signature={**pointers, **dict.fromkeys((*strides, *others), "i32")},
         constants={
             "BATCH": batch,
-            "UNIT": UNIT,
-            "GROUP": GROUP,
-            "ROWS": ROWS["bf16"],
+            "UNIT": TILE.unit,
+            "GROUP": TILE.group,
+            "ROWS": TILE.rows,
             "ROPE": ROPE_MODES[width],
+            "AHEAD": False,
         },
         aligned=(*pointers, "pool_stride", "out_stride"),
         options={"num_warps": 4, "gfx950": {"num_warps": 2}},
@@ -218,3 +218,35 @@ OP = Op(
     bench_cases=_bench_cases(),
     bench_options={"l2": "rotate"},
 )
+
+
+def _by(tile: Tile) -> Implementation:
+    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
+
+
+SWEPT = (
+    Tile(2112, 32, 8, 2, 4),  # 16 programs for an SM: all that 32 registers allow
+    Tile(1024, 8, 8, 2, 4),  # a request's rows on four times as many programs
+    Tile(2112, 8, 8, 2, 4),  # both; rope parts ahead would spill
+    Tile(4224, 8, 8, 2, 4),
+    Tile(2112, 4, 4, 2, 4, True),
+    *(Tile(1584, 8, 8, 8, 4, ahead) for ahead in (False, True)),  # eight rows under way
+    Tile(1056, 8, 8, 4, 8, True),
+)
+
+SWEEP = replace(
+    OP,
+    name="kv4_expand_sweep",
+    cases=(),
+    bench_cases=(Case(1, 512, equal=True), Case(8, 4096, equal=True), *_bench_cases()),
+    implementations={
+        "triton": OP.implementations["triton"],
+        **{launch_name(tile): _by(tile) for tile in SWEPT},
+    },
+    peers={},
+    binaries=(),
+)
+"""Other launches beside the launcher's::
+
+    numinous bench numinous_kv_cache_4bit.workbench.kv4_expand:SWEEP --arch sm90
+"""

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format, stock_fp8_of
 from numinous_kv_cache_4bit.kernels.kv4_gather import (
-    ROWS,
-    ROWS_OF_PROGRAM,
+    TILES,
+    Tile,
     To,
     kv4_gather,
     out_bytes,
@@ -19,7 +19,7 @@ from numinous_kv_cache_4bit.kernels.kv4_gather import (
     traffic,
 )
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
 from numinous_tooling.testing.tensors import assert_bitwise_equal
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -102,7 +102,7 @@ def _reference(case: Case, inputs: Tensors) -> Tensors:
     return fields_of(case, out, made["positions"])
 
 
-def _run(case: Case, inputs: Tensors) -> Tensors:
+def _run(case: Case, inputs: Tensors, tile: Tile | None = None) -> Tensors:
     index = inputs["index"]
     positions = torch.empty(index.shape, dtype=torch.int32, device=index.device)
     out = None
@@ -111,7 +111,13 @@ def _run(case: Case, inputs: Tensors) -> Tensors:
         out = torch.full((index.numel(), width), UNWRITTEN, dtype=torch.uint8, device=index.device)
         out = out.view(torch.bfloat16) if case.to == "bf16" else out
     out = kv4_gather(
-        inputs["pool"], index, to=case.to, out=out, positions=positions, count=inputs["count"]
+        inputs["pool"],
+        index,
+        to=case.to,
+        out=out,
+        positions=positions,
+        count=inputs["count"],
+        tile=tile,
     )
     return fields_of(case, out.view(torch.uint8), positions)
 
@@ -219,9 +225,10 @@ def _binary(name: str, width: int, to: To, *, quick: bool = True) -> TritonBinar
         signature={**pointers, **dict.fromkeys(integers, "i32")},
         constants={
             "count_ptr": None,
-            "ROWS": ROWS[to],
-            "TURNS": ROWS_OF_PROGRAM // ROWS[to],
+            "ROWS": TILES[to].rows,
+            "TURNS": TILES[to].turns,
             "ROPE": ROPE_MODES[width],
+            "AHEAD": False,
             "FP8": to == "fp8",
             "POSITIONS": True,
             "COUNTED": False,
@@ -297,3 +304,40 @@ OP = Op(
     bench_cases=_bench_cases(),
     bench_options={"l2": "rotate"},
 )
+
+
+def _by(tile: Tile) -> Implementation:
+    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
+
+
+SWEPT = (
+    *(Tile(4, 2, 4, ahead) for ahead in (False, True)),
+    *(Tile(4, 1, 4, ahead) for ahead in (False, True)),  # to FP8 one turn in place of two
+    Tile(2, 1, 2, True),
+    Tile(2, 1, 4, True),  # to bf16 one turn in place of four
+    Tile(1, 1, 2, True),
+    Tile(4, 4, 4),  # longer: fewer programs look up ids
+    *(Tile(8, 1, 4, ahead) for ahead in (False, True)),  # more under way
+    Tile(8, 1, 8, True),
+    Tile(16, 1, 4, True),
+)
+
+SWEEP = replace(
+    OP,
+    name="kv4_gather_sweep",
+    cases=(),
+    bench_cases=(
+        *(Case(queries, 2048, to=to) for to in TILES for queries in (1, 4, 16, 64)),
+        *(Case(64, 2048, 288, to) for to in TILES),
+    ),
+    implementations={
+        "triton": OP.implementations["triton"],
+        **{launch_name(tile): _by(tile) for tile in SWEPT},
+    },
+    peers={},
+    binaries=(),
+)
+"""Other launches beside the launcher's::
+
+    numinous bench numinous_kv_cache_4bit.workbench.kv4_gather:SWEEP --arch sm90
+"""

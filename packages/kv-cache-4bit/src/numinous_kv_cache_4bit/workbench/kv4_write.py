@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_write import (
+    FEW_TOKENS,
     MANY_ROWS,
     ROPE_MODES,
     ScaleChoice,
+    Tile,
     kv4_write,
     reference,
+    tile_for,
     traffic,
 )
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
 from numinous_tooling.testing.tensors import assert_outputs_bitwise
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -165,7 +168,7 @@ def _compare_oracle(case: Case, got: Tensors, exact: Tensors) -> None:
         )
 
 
-def _run(case: Case, inputs: Tensors) -> Tensors:
+def _run(case: Case, inputs: Tensors, tile: Tile | None = None) -> Tensors:
     pool = pool_of(case, inputs)
     kv4_write(
         pool,
@@ -174,6 +177,7 @@ def _run(case: Case, inputs: Tensors) -> Tensors:
         inputs["rope"],
         global_scale=case.scale,
         scale_choice=case.choice,
+        tile=tile,
     )
     return {"memory": inputs["memory"]}
 
@@ -234,13 +238,14 @@ def _binary(
             "loc_stride": 1,
             "ROWS": rows,
             "ROPE": rope,
+            "AHEAD": False,
             "SEARCH": search,
             "NATIVE": 2,
             "sm90": {"NATIVE": 1},
             "gfx950": {"NATIVE": 0},
         },
         aligned=[k for k in signature if k not in ("inverse_global", "tokens", "slots")],
-        options={"num_warps": 2 if rows == 1 else 4},
+        options={"num_warps": tile_for(1 if rows == 1 else FEW_TOKENS + 1).warps},
         required={
             "sm90": ("HMNMX2.XORSIGN",),
             **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
@@ -298,3 +303,39 @@ OP = Op(
     bench_cases=_bench_cases(),
     bench_options={"l2": "rotate"},
 )
+
+
+def _by(tile: Tile) -> Implementation:
+    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
+
+
+SWEPT = (
+    *(Tile(1, 1, ahead) for ahead in (False, True)),  # 16 values a thread: whole blocks
+    Tile(2, 2, True),
+    *(Tile(4, 4, ahead) for ahead in (False, True)),
+    Tile(8, 8, True),
+    *(Tile(1, 2, ahead) for ahead in (False, True)),  # 8 values a thread
+    Tile(4, 2, True),  # 32 values a thread
+    *(Tile(8, 4, ahead) for ahead in (False, True)),
+)
+
+SWEEP = replace(
+    OP,
+    name="kv4_write_sweep",
+    cases=(),
+    bench_cases=(
+        *(Case(tokens) for tokens in (1, 64, 128, 256, 512, 1024, 4096, 16384, 65536)),
+        *(Case(tokens, 288) for tokens in (64, 4096, 65536)),
+        *(Case(tokens, choice="mse") for tokens in (64, 4096)),
+    ),
+    implementations={
+        "triton": OP.implementations["triton"],
+        **{launch_name(tile): _by(tile) for tile in SWEPT},
+    },
+    peers={},
+    binaries=(),
+)
+"""Other tiles beside the launcher's::
+
+    numinous bench numinous_kv_cache_4bit.workbench.kv4_write:SWEEP --arch sm90
+"""
