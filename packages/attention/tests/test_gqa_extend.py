@@ -227,9 +227,16 @@ def test_on_the_gpu(case: Case, gpu: torch.device, counted: Count) -> None:
 
 
 @pytest.mark.tier("device")
-def test_captured_on_the_gpu(gpu: torch.device, counted: Count) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("4_9_2", "90_300_7", 8, 1, 512),
+        Case("4_4_4", "90_300_7", 8, 2, 256, mask="tree", causal=False),
+    ],
+    ids=case_id,
+)
+def test_captured_on_the_gpu(case: Case, gpu: torch.device, counted: Count) -> None:
     """A graph of the call is replayed with the lengths, ids and values of another batch; it counts at its capture."""
-    case = Case("4_4_4", "90_300_7", 8, 1, 512, mask="", window=-1)
     inputs, others = (OP.make_inputs(case, seed, gpu) for seed in (0, 1))
     given, named = engine_call(case, inputs)
     call = dispatcher()
