@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and options of the features of this package, which declarations and adapters share."""
+
+from __future__ import annotations
+
+from numinous_tooling.patching import Option
+from numinous_tooling.patching.feature import flag_of
+
+GQA_EXTEND = "attention.gqa_extend"
+
+LAYERS = Option(
+    name=f"{flag_of(GQA_EXTEND)}_LAYERS",
+    kind="str",
+    default="all",
+    doc="Which layers it takes: all, those with a sliding window, or those without (full).",
+    choices=("all", "windowed", "full"),
+)
+MIN_CHUNK = Option(
+    name=f"{flag_of(GQA_EXTEND)}_MIN_CHUNK",
+    kind="int",
+    default=1,
+    doc="Batches whose longest chunk has fewer tokens stay in stock: 17 leaves verification of up to 16 drafts there.",
+    minimum=1,
+)
