@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from numinous_tooling.patching import Feature
 
+from .hooks import per_layer_backend
+
 
 def features() -> tuple[Feature, ...]:
-    """Every feature of the room; importable without torch and without the engine. None yet."""
-    return ()
+    """Every feature of the room; importable without torch and without the engine."""
+    return (per_layer_backend.FEATURE,)
