@@ -4,8 +4,8 @@
     python packages/attention/benchmarks/make_gemma4_dummy.py --out dummy-gemma4
 
 *Kept*     heads: 32 queries, 16 KV heads of 256 in windows of 1024 tokens, 4 KV heads of 512 in full layers; the pattern of five windows and one full layer;
-           scale 1; RoPE of both kinds.
-*Changed*  12 layers, a hidden size of 2048 and a vocabulary of 32768 (2.2 GB); ``--tiny``: 6 layers of 64, 4 heads, windows of 64 (for tests).
+           scale 1; RoPE of both kinds; full layers compute their values with the weights of their keys.
+*Changed*  12 layers, a hidden size of 2048 and a vocabulary of 32768 (2.8 GB); ``--tiny``: 6 layers of 64, 4 heads, windows of 64 (for tests).
            Names are those that the engine gives Gemma 4's fields once it read them (full layers' first, windows' as `swa_…`), so that it
            serves the text model alone; nobody else reads this config. No per-layer embeddings, no layers that share a cache, no experts.
 *Weights*  random but not flat, as of ``packages/kv-cache-4bit/benchmarks/make_dummy.py``. Queries are normalised to scores of spread 3. Head and
@@ -70,6 +70,7 @@ def config_of(tiny: bool, layers: int | None) -> Config:
         "max_position_embeddings": 4096 if tiny else 262144,
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
+        "attention_k_eq_v": True,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
         "bos_token_id": BOS,
@@ -93,7 +94,7 @@ def weights(c: Config) -> Iterator[list[Weight]]:
             ),
             linear(f"{attention}.q_proj", heads * dim, hidden),
             linear(f"{attention}.k_proj", groups * dim, hidden),
-            linear(f"{attention}.v_proj", groups * dim, hidden),
+            *([linear(f"{attention}.v_proj", groups * dim, hidden)] if prefix else []),
             linear(f"{attention}.o_proj", hidden, heads * dim),
             Weight(f"{attention}.q_norm.weight", (dim,), fill=SPREAD / math.sqrt(dim)),
             norm(f"{attention}.k_norm", dim),

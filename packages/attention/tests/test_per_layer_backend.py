@@ -754,6 +754,13 @@ def test_models_that_are_refused() -> None:
     (line,) = lines({"architectures": ["LlamaForCausalLM"]})
     assert "add --attention-backend triton" in line
     assert lines({"architectures": ["LlamaForCausalLM"]}, attention_backend="triton") == []
+    text = {
+        "architectures": [GEMMA4[0]],
+        "head_dim": 512,
+        "swa_head_dim": 256,
+        "global_head_dim": 512,
+    }
+    assert lines(text) == [], "as the engine names them, and the dummy of the benchmarks"
     small = {"architectures": [GEMMA4[0]], "head_dim": 128, "global_head_dim": 256}
     assert "use --attention-backend fa3" in lines(small)[0]
     assert "windows of this model have 320" in lines({**small, "head_dim": 320, "global_head_dim": 512})[0]  # fmt: skip

@@ -185,7 +185,10 @@ def _judge_model(config: Mapping[str, Any], unnamed: bool) -> Iterator[str]:
     if unnamed and name not in GEMMA4:
         yield f"the engine would choose the attention backend of a {name}: add --attention-backend triton"
     if name in GEMMA4:
-        widest, windows = config.get("global_head_dim"), config.get("swa_head_dim", config.get("head_dim"))
+        widest, windows = (
+            config.get("global_head_dim"),
+            config.get("swa_head_dim", config.get("head_dim")),
+        )
         if isinstance(widest, int) and widest <= FLASH_DIM:
             yield f"FlashAttention-3 takes every layer of this model (heads up to {widest}): use --attention-backend fa3"
         if isinstance(windows, int) and windows > FLASH_DIM:
