@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from numinous_attention.hooks.per_layer_backend import FLASH_DIM
-from numinous_attention.options import PER_LAYER_BACKEND
+from numinous_attention.options import FLASH_DIM, PER_LAYER_BACKEND
 from numinous_tooling.patching.counters import counters, table
 from numinous_tooling.patching.feature import flag_of
 

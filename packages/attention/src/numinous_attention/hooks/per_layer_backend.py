@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from numinous_attention.options import PER_LAYER_BACKEND
+from numinous_attention.options import FLASH_DIM, PER_LAYER_BACKEND
 from numinous_tooling.patching import Feature, Hook, stock_pin
 from numinous_tooling.patching.serve_command import ServeCommand
 
@@ -108,9 +108,6 @@ GEMMA4 = (
     "Gemma4UnifiedForConditionalGeneration",
 )
 """Models for which the engine chooses Triton by itself on Hopper."""
-
-FLASH_DIM = 256
-"""Widest head that FlashAttention-3 has kernels for."""
 
 UNCOVERED = {
     "disable_hybrid_swa_memory": "windows need a pool of their own",
