@@ -8,7 +8,9 @@ replayed with a padded request) is compared with attention in fp64 over all keys
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import types
@@ -27,7 +29,7 @@ from numinous_tooling.patching.serve_command import ServeCommand
 
 WINDOW = 7  # of a query: so many keys before its own
 CONTEXT, SLOTS, REQUESTS = 64, 256, 4
-FULL_DIM, WINDOW_DIM = 512, 32
+FULL_DIM, WINDOW_DIM = 512, 256
 QUERY_HEADS, FULL_HEADS, WINDOW_HEADS = 4, 1, 2
 POISON = 1e4
 
@@ -39,7 +41,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen
     """Attention in fp64 of queries [rows, heads, D] over keys [keys, KV heads, D] where `seen` [rows, keys] is true."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
@@ -141,6 +143,48 @@ OF_FLASH = (
 )
 
 
+def modules_of_engine() -> Any:
+    """What the tests use of the engine, imported."""
+    from sglang.srt.layers.attention import flashattention_backend, triton_backend
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.mem_cache import kv_index_translator, memory_pool, swa_memory_pool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+
+    from numinous_attention.engine import per_layer_backend, two_backends
+
+    return SimpleNamespace(
+        flash=flashattention_backend, triton=triton_backend, setup=attention_backend_setup, ours=per_layer_backend,
+        two=two_backends, pools=memory_pool, swa=swa_memory_pool, index=kv_index_translator, Mode=ForwardMode,
+        Layer=RadixAttention, Type=AttentionType,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def launched(device: str) -> Iterator[None]:
+    """The engine's arguments and ranks, as a launch leaves them."""
+    from sglang.srt.runtime_context import get_context, get_parallel
+
+    override = get_context().override_server_args(
+        attention_backend="triton",
+        chunked_prefill_size=64,
+        device=device,
+        dp_size=1,
+        enable_deterministic_inference=False,
+        enable_lean_attention=False,
+        kv_cache_dtype="auto",
+        pp_size=1,
+        speculative_algorithm=None,
+        tp_size=1,
+    )
+    override.install()
+    try:
+        with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, attn_tp_size=1, tp_size=1):
+            yield
+    finally:
+        override.restore()
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
     """Modules of the engine, with FlashAttention-3 importable."""
@@ -153,48 +197,14 @@ def engine() -> Iterator[Any]:
         warnings.simplefilter("ignore")  # the engine's own, at import on a CPU
         for name, module in _stub().items():
             patch.setitem(sys.modules, name, module)
-        from sglang.srt.layers.attention import flashattention_backend, triton_backend
-        from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-        from sglang.srt.mem_cache import kv_index_translator, memory_pool, swa_memory_pool
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
-        from sglang.srt.model_executor.model_runner_components import attention_backend_setup
-        from sglang.srt.runtime_context import get_context, get_parallel
-
-        from numinous_attention.engine import per_layer_backend, two_backends
-
-    override = get_context().override_server_args(
-        attention_backend="triton",
-        chunked_prefill_size=64,
-        device="cpu",
-        dp_size=1,
-        enable_deterministic_inference=False,
-        enable_lean_attention=False,
-        kv_cache_dtype="auto",
-        pp_size=1,
-        speculative_algorithm=None,
-        tp_size=1,
-    )
-    override.install()
-    patch.setattr(kv_index_translator, "create_flashinfer_kv_indices_triton", FillIndices())
-    patch.setattr(flashattention_backend, "normal_decode_set_metadata", decode_pages)
-    patch.setattr(flashattention_backend, "get_device_capability", lambda *device: (9, 0))
-    patch.setattr(triton_backend, "get_device_core_count", lambda *device: 0)
-    with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, attn_tp_size=1, tp_size=1):
-        yield SimpleNamespace(
-            flash=flashattention_backend,
-            triton=triton_backend,
-            setup=attention_backend_setup,
-            ours=per_layer_backend,
-            two=two_backends,
-            pools=memory_pool,
-            swa=swa_memory_pool,
-            index=kv_index_translator,
-            Mode=ForwardMode,
-            Layer=RadixAttention,
-            Type=AttentionType,
-        )
+        modules = modules_of_engine()
+    patch.setattr(modules.index, "create_flashinfer_kv_indices_triton", FillIndices())
+    patch.setattr(modules.flash, "normal_decode_set_metadata", decode_pages)
+    patch.setattr(modules.flash, "get_device_capability", lambda *device: (9, 0))
+    patch.setattr(modules.triton, "get_device_core_count", lambda *device: 0)
+    with launched("cpu"):
+        yield modules
     torch.set_num_threads(threads)
-    override.restore()
     patch.undo()
     for name in OF_FLASH:
         sys.modules.pop(name, None)
@@ -202,7 +212,7 @@ def engine() -> Iterator[Any]:
 
 def layers_of(engine: Any) -> torch.nn.ModuleList:
     """A window, a full layer, a window, and one that reads the cache of the first."""
-    window = (QUERY_HEADS, WINDOW_DIM, 1.0, WINDOW_HEADS)
+    window = (QUERY_HEADS, WINDOW_DIM, 0.35, WINDOW_HEADS)
     full = (QUERY_HEADS, FULL_DIM, 0.05, FULL_HEADS)
     return torch.nn.ModuleList(
         [
@@ -214,20 +224,20 @@ def layers_of(engine: Any) -> torch.nn.ModuleList:
     )
 
 
-def runner_of(engine: Any, page: int) -> Any:
+def runner_of(engine: Any, page: int, device: str = "cpu") -> Any:
     """What is read of the engine's `ModelRunner`: a model of two kinds of layers, empty pools and a table of slots."""
     from sglang.srt.configs.model_config import AttentionArch
 
-    common = {"page_size": page, "enable_memory_saver": False, "device": "cpu"}
+    common = {"page_size": page, "enable_memory_saver": False, "device": device}
     pool = engine.swa.SWAKVPool(
         size=SLOTS, size_swa=SLOTS, page_size=page, dtype=torch.bfloat16, head_num=FULL_HEADS, head_dim=FULL_DIM,
-        swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1], device="cpu",
+        swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1], device=device,
         full_kv_pool_kwargs={**common, "head_num": FULL_HEADS, "head_dim": FULL_DIM},
         swa_kv_pool_kwargs={**common, "head_num": WINDOW_HEADS, "head_dim": WINDOW_DIM},
     )  # fmt: skip
-    pool.register_mapping(torch.zeros(SLOTS + page + 1, dtype=torch.int64))
+    pool.register_mapping(torch.zeros(SLOTS + page + 1, dtype=torch.int64, device=device))
     requests = engine.pools.ReqToTokenPool(
-        size=REQUESTS, max_context_len=CONTEXT, device="cpu", enable_memory_saver=False
+        size=REQUESTS, max_context_len=CONTEXT, device=device, enable_memory_saver=False
     )
     config = SimpleNamespace(num_attention_heads=QUERY_HEADS, architectures=[GEMMA4[0]])
     config.get_text_config = lambda: config
@@ -240,11 +250,11 @@ def runner_of(engine: Any, page: int) -> Any:
     return SimpleNamespace(
         model=layers_of(engine), model_config=model, sliding_window_size=WINDOW, req_to_token_pool=requests,
         token_to_kv_pool=pool, token_to_kv_pool_allocator=None, kv_cache_dtype=torch.bfloat16, kv_cache_dtype_str="auto",
-        page_size=page, ps=SimpleNamespace(attn_cp_size=1, tp_size=1), is_draft_worker=False, device="cpu", gpu_id=0,
+        page_size=page, ps=SimpleNamespace(attn_cp_size=1, tp_size=1), is_draft_worker=False, device=device, gpu_id=0,
         use_mla_backend=False, init_new_workspace=None,
         kv_index_translator=engine.index.KVIndexTranslator(
             req_to_token=requests.req_to_token, token_to_kv_pool_allocator=None, token_to_kv_pool=pool,
-            page_size=page, device="cpu",
+            page_size=page, device=device,
         ),
     )  # fmt: skip
 
@@ -254,15 +264,19 @@ class Serving:
 
     Args:
         make: builds the backend of a runner.
+        device: with the engine's own kernels unless it is the CPU.
     """
 
-    def __init__(self, engine: Any, page: int, make: Callable[[Any], Any]) -> None:
-        self.engine, self.page = engine, page
-        self.runner = runner_of(engine, page)
+    def __init__(
+        self, engine: Any, page: int, make: Callable[[Any], Any], device: str = "cpu"
+    ) -> None:
+        self.engine, self.page, self.device = engine, page, device
+        self.runner = runner_of(engine, page, device)
         self.kernels = Kernels()
         self.backend = make(self.runner)
-        self.backend.extend_attention_fwd = self.kernels.extend
-        self.backend.decode_attention_fwd = self.kernels.decode
+        if device == "cpu":
+            self.backend.extend_attention_fwd = self.kernels.extend
+            self.backend.decode_attention_fwd = self.kernels.decode
         self.random = torch.Generator().manual_seed(3)
         self.lengths = [0] * REQUESTS
         self.keys: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
@@ -284,12 +298,12 @@ class Serving:
         after, added = [self.lengths[r] for r in rows], list(new.values())
         while padded and len(rows) < padded:  # as the engine pads
             rows, after, loc = [*rows, 0], [*after, 1], [*loc, 0]
-        lens = torch.tensor(after)
+        there = functools.partial(torch.tensor, device=self.device)
         return SimpleNamespace(
-            forward_mode=getattr(self.engine.Mode, mode), batch_size=len(rows), req_pool_indices=torch.tensor(rows),
-            seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=sum(after), out_cache_loc=torch.tensor(loc),
-            extend_seq_lens=torch.tensor(added), extend_seq_lens_cpu=added, extend_prefix_lens=torch.tensor(before),
-            extend_prefix_lens_cpu=before, positions=torch.zeros(len(loc), dtype=torch.int64), spec_info=None,
+            forward_mode=getattr(self.engine.Mode, mode), batch_size=len(rows), req_pool_indices=there(rows),
+            seq_lens=there(after), seq_lens_cpu=torch.tensor(after), seq_lens_sum=sum(after), out_cache_loc=there(loc),
+            extend_seq_lens=there(added), extend_seq_lens_cpu=added, extend_prefix_lens=there(before),
+            extend_prefix_lens_cpu=before, positions=there([0] * len(loc)), spec_info=None,
             encoder_lens=None, mha_one_shot=False, attn_attend_prefix_cache=None, new=new,
         )  # fmt: skip
 
@@ -322,7 +336,7 @@ class Serving:
         tokens, made = len(batch.out_cache_loc), []
         for layer in self.runner.model:
             shapes = [(layer.tp_q_head_num, layer.head_dim)] + [(layer.tp_k_head_num, layer.head_dim)] * 2  # fmt: skip
-            made.append(tuple(torch.randn(tokens, *s, generator=self.random).bfloat16() for s in shapes))  # fmt: skip
+            made.append(tuple(torch.randn(tokens, *s, generator=self.random).bfloat16().to(self.device) for s in shapes))  # fmt: skip
         return made
 
     def forward(self, batch: Any, tensors: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
@@ -361,10 +375,10 @@ class Serving:
     def capture(self, size: int) -> None:
         """Capture a decode of `size` requests: buffers, metadata, and what Python leaves behind."""
         self.backend.init_cuda_graph_state(size, size)
-        ones = torch.ones(size, dtype=torch.int64)
+        ones = torch.ones(size, dtype=torch.int64, device=self.device)
         batch = SimpleNamespace(
             forward_mode=self.engine.Mode.DECODE, batch_size=size, req_pool_indices=0 * ones, seq_lens=ones,
-            seq_lens_cpu=ones, seq_lens_sum=size, out_cache_loc=0 * ones, positions=0 * ones, spec_info=None,
+            seq_lens_cpu=ones.cpu(), seq_lens_sum=size, out_cache_loc=0 * ones, positions=0 * ones, spec_info=None,
             encoder_lens=None, mha_one_shot=False,
         )  # fmt: skip
         self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -417,7 +431,8 @@ def hopper(request: Any, monkeypatch: Any) -> None:
 
 def schedule(serving: Serving, monkeypatch: Any) -> float:
     """Prefill, a chunk with decodes mixed in, decodes, captured decodes, and a prefill between them; the worst difference."""
-    monkeypatch.setattr(serving.engine.flash, "flash_attn_with_kvcache", serving.kernels.flash)
+    if serving.device == "cpu":
+        monkeypatch.setattr(serving.engine.flash, "flash_attn_with_kvcache", serving.kernels.flash)
     off = [serving.step("EXTEND", {1: 20, 2: 5})]
     off.append(serving.step("MIXED", {1: 11, 3: 3, 2: 1}))
     serving.slide()
@@ -434,6 +449,22 @@ def schedule(serving: Serving, monkeypatch: Any) -> float:
 
 ROUNDING = 0.02
 """Of an answer to bf16; the values are about 1."""
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("page", [1, 16])
+def test_answers_on_a_gpu(page: int, monkeypatch: Any) -> None:
+    """The schedule below with both backends' own kernels; first in this file, before their package has a stand-in."""
+    pytest.importorskip("sgl_kernel", reason="FlashAttention-3 comes with sglang-kernel")
+    pytest.importorskip("sglang", reason="the backends are the engine's")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine's own, at import
+        modules = modules_of_engine()
+    with launched("cuda"):
+        serving = Serving(modules, page, ours(modules), "cuda")
+        before = counted()
+        assert schedule(serving, monkeypatch) < 3 * ROUNDING
+    assert since(before)["flash layers"] == 3 * since(before)["triton layers"]
 
 
 @pytest.mark.parametrize("page", [1, 4])
@@ -591,7 +622,7 @@ def test_an_idle_batch_reaches_no_kernel(engine: Any) -> None:
     serving.backend.forward_metadata = None
     batch = SimpleNamespace(forward_mode=engine.Mode.IDLE)
     q = torch.zeros(0, QUERY_HEADS, WINDOW_DIM)
-    assert serving.backend.forward(q, q, q, serving.runner.model[0], batch).shape == (0, 128)
+    assert serving.backend.forward(q, q, q, serving.runner.model[0], batch).shape == (0, 1024)
     assert not serving.kernels.calls
 
 
