@@ -2,7 +2,7 @@
 """`attention.per_layer_backend` in the engine's own classes: both backends, pools, layers and the hook are real, on the CPU.
 
 Kernels are stand-ins: FlashAttention-3's refuses what the kernel refuses and reads no more than its page table names, Triton's read no
-more than the indices. A schedule of batches (prefill, a chunk with decoding requests mixed in, eager decodes, a decode captured and
+more than the indices. With ``--full`` the engine's Triton kernels run in the interpreter; on a GPU all kernels are the engine's. A schedule of batches (prefill, a chunk with decoding requests mixed in, eager decodes, a decode captured and
 replayed with a padded request) is compared with attention in fp64 over all keys that a request ever had.
 """
 
@@ -26,6 +26,7 @@ from numinous_attention.hooks.per_layer_backend import FEATURE, GEMMA4, UNCOVERE
 from numinous_attention.options import PER_LAYER_BACKEND
 from numinous_tooling.patching.counters import table
 from numinous_tooling.patching.serve_command import ServeCommand
+from numinous_tooling.testing.tiers import selection
 
 WINDOW = 7  # of a query: so many keys before its own
 CONTEXT, SLOTS, REQUESTS = 64, 256, 4
@@ -145,13 +146,15 @@ OF_FLASH = (
 
 def modules_of_engine() -> Any:
     """What the tests use of the engine, imported."""
-    from sglang.srt.layers.attention import flashattention_backend, triton_backend
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.mem_cache import kv_index_translator, memory_pool, swa_memory_pool
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.model_executor.model_runner_components import attention_backend_setup
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine's own, at import
+        from sglang.srt.layers.attention import flashattention_backend, triton_backend
+        from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+        from sglang.srt.mem_cache import kv_index_translator, memory_pool, swa_memory_pool
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+        from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
-    from numinous_attention.engine import per_layer_backend, two_backends
+        from numinous_attention.engine import per_layer_backend, two_backends
 
     return SimpleNamespace(
         flash=flashattention_backend, triton=triton_backend, setup=attention_backend_setup, ours=per_layer_backend,
@@ -193,11 +196,9 @@ def engine() -> Iterator[Any]:
     )
     patch, threads = pytest.MonkeyPatch(), torch.get_num_threads()
     torch.set_num_threads(1)  # its tensors are small
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the engine's own, at import on a CPU
-        for name, module in _stub().items():
-            patch.setitem(sys.modules, name, module)
-        modules = modules_of_engine()
+    for name, module in _stub().items():
+        patch.setitem(sys.modules, name, module)
+    modules = modules_of_engine()
     patch.setattr(modules.index, "create_flashinfer_kv_indices_triton", FillIndices())
     patch.setattr(modules.flash, "normal_decode_set_metadata", decode_pages)
     patch.setattr(modules.flash, "get_device_capability", lambda *device: (9, 0))
@@ -224,13 +225,15 @@ def layers_of(engine: Any) -> torch.nn.ModuleList:
     )
 
 
-def runner_of(engine: Any, page: int, device: str = "cpu") -> Any:
+def runner_of(
+    engine: Any, page: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> Any:
     """What is read of the engine's `ModelRunner`: a model of two kinds of layers, empty pools and a table of slots."""
     from sglang.srt.configs.model_config import AttentionArch
 
     common = {"page_size": page, "enable_memory_saver": False, "device": device}
     pool = engine.swa.SWAKVPool(
-        size=SLOTS, size_swa=SLOTS, page_size=page, dtype=torch.bfloat16, head_num=FULL_HEADS, head_dim=FULL_DIM,
+        size=SLOTS, size_swa=SLOTS, page_size=page, dtype=dtype, head_num=FULL_HEADS, head_dim=FULL_DIM,
         swa_attention_layer_ids=[0, 2], full_attention_layer_ids=[1], device=device,
         full_kv_pool_kwargs={**common, "head_num": FULL_HEADS, "head_dim": FULL_DIM},
         swa_kv_pool_kwargs={**common, "head_num": WINDOW_HEADS, "head_dim": WINDOW_DIM},
@@ -249,7 +252,7 @@ def runner_of(engine: Any, page: int, device: str = "cpu") -> Any:
     )  # fmt: skip
     return SimpleNamespace(
         model=layers_of(engine), model_config=model, sliding_window_size=WINDOW, req_to_token_pool=requests,
-        token_to_kv_pool=pool, token_to_kv_pool_allocator=None, kv_cache_dtype=torch.bfloat16, kv_cache_dtype_str="auto",
+        token_to_kv_pool=pool, token_to_kv_pool_allocator=None, kv_cache_dtype=dtype, kv_cache_dtype_str="auto",
         page_size=page, ps=SimpleNamespace(attn_cp_size=1, tp_size=1), is_draft_worker=False, device=device, gpu_id=0,
         use_mla_backend=False, init_new_workspace=None,
         kv_index_translator=engine.index.KVIndexTranslator(
@@ -264,17 +267,25 @@ class Serving:
 
     Args:
         make: builds the backend of a runner.
-        device: with the engine's own kernels unless it is the CPU.
+        device: with FlashAttention-3's own kernel unless it is the CPU.
+        dtype: of the model.
+        stand_ins: for the Triton kernels.
     """
 
     def __init__(
-        self, engine: Any, page: int, make: Callable[[Any], Any], device: str = "cpu"
+        self,
+        engine: Any,
+        page: int,
+        make: Callable[[Any], Any],
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        stand_ins: bool = True,
     ) -> None:
-        self.engine, self.page, self.device = engine, page, device
-        self.runner = runner_of(engine, page, device)
+        self.engine, self.page, self.device, self.dtype = engine, page, device, dtype
+        self.runner = runner_of(engine, page, device, dtype)
         self.kernels = Kernels()
         self.backend = make(self.runner)
-        if device == "cpu":
+        if stand_ins:
             self.backend.extend_attention_fwd = self.kernels.extend
             self.backend.decode_attention_fwd = self.kernels.decode
         self.random = torch.Generator().manual_seed(3)
@@ -336,7 +347,7 @@ class Serving:
         tokens, made = len(batch.out_cache_loc), []
         for layer in self.runner.model:
             shapes = [(layer.tp_q_head_num, layer.head_dim)] + [(layer.tp_k_head_num, layer.head_dim)] * 2  # fmt: skip
-            made.append(tuple(torch.randn(tokens, *s, generator=self.random).bfloat16().to(self.device) for s in shapes))  # fmt: skip
+            made.append(tuple(torch.randn(tokens, *s, generator=self.random).to(self.device, self.dtype) for s in shapes))  # fmt: skip
         return made
 
     def forward(self, batch: Any, tensors: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
@@ -457,14 +468,32 @@ def test_answers_on_a_gpu(page: int, monkeypatch: Any) -> None:
     """The schedule below with both backends' own kernels; first in this file, before their package has a stand-in."""
     pytest.importorskip("sgl_kernel", reason="FlashAttention-3 comes with sglang-kernel")
     pytest.importorskip("sglang", reason="the backends are the engine's")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the engine's own, at import
-        modules = modules_of_engine()
+    modules = modules_of_engine()
     with launched("cuda"):
-        serving = Serving(modules, page, ours(modules), "cuda")
+        serving = Serving(modules, page, ours(modules), "cuda", stand_ins=False)
         before = counted()
         assert schedule(serving, monkeypatch) < 3 * ROUNDING
     assert since(before)["flash layers"] == 3 * since(before)["triton layers"]
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("page", [1, 4])
+def test_answers_of_the_engines_triton_kernels(page: int, request: Any, monkeypatch: Any) -> None:
+    """Those of attention and of both backends' metadata, in the interpreter; in fp16, as it takes bf16 operands of a product for integers."""
+    if not selection(request.config).full:
+        pytest.skip("20 s of import and interpreter: with --full")
+    pytest.importorskip("sglang", reason="the backends are the engine's")
+    for name, module in _stub().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modules = modules_of_engine()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(modules.flash, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(modules.triton, "get_device_core_count", lambda *device: 8)
+    with launched("cpu"):
+        serving = Serving(modules, page, ours(modules), dtype=torch.float16, stand_ins=False)
+        assert schedule(serving, monkeypatch) < ROUNDING / 4
+    assert set(serving.kernels.calls) == {("flash", WINDOW_DIM)}
 
 
 @pytest.mark.parametrize("page", [1, 4])
