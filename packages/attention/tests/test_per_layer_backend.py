@@ -26,7 +26,6 @@ from numinous_attention.hooks.per_layer_backend import FEATURE, GEMMA4, UNCOVERE
 from numinous_attention.options import PER_LAYER_BACKEND
 from numinous_tooling.patching.counters import table
 from numinous_tooling.patching.serve_command import ServeCommand
-from numinous_tooling.testing.tiers import selection
 
 WINDOW = 7  # of a query: so many keys before its own
 CONTEXT, SLOTS, REQUESTS = 64, 256, 4
@@ -476,12 +475,11 @@ def test_answers_on_a_gpu(page: int, monkeypatch: Any) -> None:
     assert since(before)["flash layers"] == 3 * since(before)["triton layers"]
 
 
+@pytest.mark.skipif("not config.getoption('full')", reason="30 s of interpreter: with --full")
 @pytest.mark.tier("interpret")
 @pytest.mark.parametrize("page", [1, 4])
-def test_answers_of_the_engines_triton_kernels(page: int, request: Any, monkeypatch: Any) -> None:
+def test_answers_of_the_engines_triton_kernels(page: int, monkeypatch: Any) -> None:
     """Those of attention and of both backends' metadata, in the interpreter; in fp16, as it takes bf16 operands of a product for integers."""
-    if not selection(request.config).full:
-        pytest.skip("20 s of import and interpreter: with --full")
     pytest.importorskip("sglang", reason="the backends are the engine's")
     for name, module in _stub().items():
         monkeypatch.setitem(sys.modules, name, module)
