@@ -22,3 +22,8 @@ MIN_CHUNK = Option(
     doc="Batches whose longest chunk has fewer tokens stay in stock: 17 leaves verification of up to 16 drafts there.",
     minimum=1,
 )
+
+PER_LAYER_BACKEND = "attention.per_layer_backend"
+
+FLASH_DIM = 256
+"""Widest head that FlashAttention-3 has kernels for."""
