@@ -65,17 +65,25 @@ def engine_check(
         check: what `check_engine.py` printed.
         facts: as for `training`.
         fixes: names of the upstream fixes that were in the engine.
+
+    Raises:
+        ValueError: the check is of other weights than the training's.
     """
+    weights = record["files"]["model.safetensors"]["sha256"]
+    if check["weights"] != weights:
+        raise ValueError(
+            f"the check is of weights {check['weights'][:12]}, the model has {weights[:12]}"
+        )
     return {
         "package": "tooling",
         "version": __version__,
         **facts,
         "op": "judge_engine",
-        "case": f"{record['model']}, {record['files']['model.safetensors']['sha256'][:12]}",
+        "case": f"{record['model']}, {weights[:12]}",
         "provider": "sglang",
         "provider_version": " + ".join((facts["engine"], *fixes)),
         "n": check["positions"],
-        **{key: value for key, value in check.items() if key != "positions"},
+        **{key: value for key, value in check.items() if key not in ("positions", "weights")},
         "gate": "none: `holds` says whether the limits of check_engine.py hold",
         "command": f"check_engine.py --model {record['model']} …",
     }
