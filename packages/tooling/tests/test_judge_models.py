@@ -304,6 +304,10 @@ class TestAgainstHuggingFace:
         assert record_script.main(["--model", str(tmp_path)]) == 2
         with pytest.raises(ValueError, match="of weights cdcdcdcdcdcd, the model has abab"):
             record_script.engine_check(written, {**check, "weights": "cd" * 32}, facts)
+        (tmp_path / "record.json").write_text(json.dumps({**written, "device": "cpu"}))
+        again = ["--model", str(tmp_path), "--evidence", str(tmp_path / "again.jsonl")]
+        assert [record_script.main(again), record_script.main(again)] == [0, 0]
+        assert len(evidence.load(tmp_path / "again.jsonl")) == 1
 
     def test_a_release_that_turns_the_indexer_otherwise_is_named(self) -> None:
         config = with_indexer_as_installed(GLM_DSA)
