@@ -288,7 +288,7 @@ class TestAgainstHuggingFace:
             **dict.fromkeys(("recipe", "corpus", "kda", "repeat"), "x"),
         }
         facts = dict.fromkeys(evidence.COMMON_FIELDS, "-") | {"gpu": "NVIDIA Z9", "engine": "e 1"}
-        check = {"holds": False, "positions": 9, "mean_difference": 0.5}
+        check = {"holds": False, "weights": "ab" * 32, "positions": 9, "mean_difference": 0.5}
         made = [
             record_script.training(written, facts),
             record_script.engine_check(written, check, facts),
@@ -302,6 +302,12 @@ class TestAgainstHuggingFace:
         )
         assert (made[1]["n"], made[1]["holds"], made[1]["engine"]) == (9, False, "e 1")
         assert record_script.main(["--model", str(tmp_path)]) == 2
+        with pytest.raises(ValueError, match="of weights cdcdcdcdcdcd, the model has abab"):
+            record_script.engine_check(written, {**check, "weights": "cd" * 32}, facts)
+        (tmp_path / "record.json").write_text(json.dumps({**written, "device": "cpu"}))
+        again = ["--model", str(tmp_path), "--evidence", str(tmp_path / "again.jsonl")]
+        assert [record_script.main(again), record_script.main(again)] == [0, 0]
+        assert len(evidence.load(tmp_path / "again.jsonl")) == 1
 
     def test_a_release_that_turns_the_indexer_otherwise_is_named(self) -> None:
         config = with_indexer_as_installed(GLM_DSA)
@@ -825,6 +831,7 @@ class TestCheckEngine:
                 # The stand-in computes what the module does, so bf16 is all that is left, and it is something.
                 report = json.loads(capsys.readouterr().out)
                 assert 0 < report["rounding_difference"] < 0.05
+                assert report["weights"] == judge_corpus.sha256(folder / judge_saved.WEIGHTS)
         finally:
             server.shutdown()
             server.server_close()

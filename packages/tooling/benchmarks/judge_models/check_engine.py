@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 from judge_configs import is_glm
-from judge_corpus import encode, read_documents, windows
+from judge_corpus import encode, read_documents, sha256, windows
 from judge_model import JudgeModel
-from judge_saved import load, write_dense
+from judge_saved import WEIGHTS, load, write_dense
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -143,7 +143,8 @@ def compare(options: argparse.Namespace, url: str, rows: list[list[int]]) -> dic
         and figures["decode_gap"] <= options.gap_limit
     )
     counts = {"positions": len(off), "decoded": len(gaps)}
-    return {"holds": holds, **counts, **{k: round(v, 6) for k, v in figures.items()}}
+    weights = {"weights": sha256(options.model / WEIGHTS)}
+    return {"holds": holds, **weights, **counts, **{k: round(v, 6) for k, v in figures.items()}}
 
 
 @torch.no_grad()

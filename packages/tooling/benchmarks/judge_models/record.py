@@ -6,6 +6,7 @@
 
 `DIR/record.json` is what `train.py` wrote, a `CHECK.json` what `check_engine.py` printed, of the released engine or of one
 with fixes of `upstream-fixes/`. To be run where they were made: the record names this machine's GPU and versions.
+A training that is recorded already is not recorded again.
 """
 
 from __future__ import annotations
@@ -65,17 +66,25 @@ def engine_check(
         check: what `check_engine.py` printed.
         facts: as for `training`.
         fixes: names of the upstream fixes that were in the engine.
+
+    Raises:
+        ValueError: the check is of other weights than the training's.
     """
+    weights = record["files"]["model.safetensors"]["sha256"]
+    if check["weights"] != weights:
+        raise ValueError(
+            f"the check is of weights {check['weights'][:12]}, the model has {weights[:12]}"
+        )
     return {
         "package": "tooling",
         "version": __version__,
         **facts,
         "op": "judge_engine",
-        "case": f"{record['model']}, {record['files']['model.safetensors']['sha256'][:12]}",
+        "case": f"{record['model']}, {weights[:12]}",
         "provider": "sglang",
         "provider_version": " + ".join((facts["engine"], *fixes)),
         "n": check["positions"],
-        **{key: value for key, value in check.items() if key != "positions"},
+        **{key: value for key, value in check.items() if key not in ("positions", "weights")},
         "gate": "none: `holds` says whether the limits of check_engine.py hold",
         "command": f"check_engine.py --model {record['model']} …",
     }
@@ -99,14 +108,17 @@ def main(argv: list[str] | None = None) -> int:
         record = json.loads((options.model / "record.json").read_text(encoding="utf-8"))
         clock = CpuClock() if record["device"] == "cpu" else CudaClock()
         facts = run_facts(clock, os.environ)
-        made = [training(record, facts)]
-        for path, fixes in ((options.check, ()), (options.patched, options.fix)):
-            if path is not None:
-                check = json.loads(path.read_text(encoding="utf-8"))
-                made.append(engine_check(record, check, facts, fixes))
         path = options.evidence
         if path is None:
             path = evidence.find_evidence(Path(__file__).parent) / "gate" / "judge_models.jsonl"
+        known = evidence.load(path) if path.exists() else []
+        made = [training(record, facts)]
+        if any(one["op"] == "judge_training" and one["files"] == record["files"] for one in known):
+            made = []
+        for report, fixes in ((options.check, ()), (options.patched, options.fix)):
+            if report is not None:
+                check = json.loads(report.read_text(encoding="utf-8"))
+                made.append(engine_check(record, check, facts, fixes))
         evidence.append(path, made)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         print(f"record: {type(error).__name__}: {error}", file=sys.stderr)
