@@ -130,7 +130,14 @@ FEATURE = Feature(
                 # How the two kernels are called, and with which ids.
                 stock_pin(f"{TRITON}.forward_extend", "200453b6528d8834"),
                 stock_pin(f"{TRITON}.forward_decode", "f4d2bb84d1cb385e"),
-                stock_pin(f"{TRITON}.init_forward_metadata", "78f4c6b8116823b9"),
+                Pin(
+                    f"{TRITON}.init_forward_metadata",
+                    {
+                        STOCK: "78f4c6b8116823b9",
+                        # One key more for sliding windows; ids are handed over as before.
+                        f"{STOCK} + upstream.triton_decode_window": "ec1a1b3bae1593b6",
+                    },
+                ),
                 stock_pin("sglang.kernels.ops.attention.extend_attention:extend_attention_fwd", "940b192da876f515"),
                 stock_pin("sglang.kernels.ops.attention.decode_attention:decode_attention_fwd", "3bd6c9569ebad34c"),
             ),
