@@ -159,7 +159,7 @@ def kernels(engine: Any) -> Iterator[Any]:
         MLA=AttentionArch.MLA,
     )
     for module in (flashattention_backend, flashmla_backend):
-        sys.modules.pop(module.__name__)  # others import it over what they have
+        sys.modules.pop(module.__name__, None)  # others import it over what they have
     for name, module in saved.items():
         if module is None:
             del sys.modules[name]

@@ -41,7 +41,14 @@ FEATURE = Feature(
                 stock_pin(f"{TRITON}.__init__", "6cc08abb69138bad"),
                 # Who call the kernel, and with which tables.
                 stock_pin(f"{TRITON}.forward_extend", "200453b6528d8834"),
-                stock_pin(f"{TRITON}.init_forward_metadata", "78f4c6b8116823b9"),
+                Pin(
+                    f"{TRITON}.init_forward_metadata",
+                    {
+                        STOCK: "78f4c6b8116823b9",
+                        # Another window in decode; what prefill and verification are given is the same.
+                        f"{STOCK} + upstream.triton_decode_window": "ec1a1b3bae1593b6",
+                    },
+                ),
                 stock_pin(f"{TRITON}._build_cuda_graph_forward_metadata", "bdff8c77084edee5"),
                 stock_pin(f"{BACKEND}:update_sliding_window_buffer", "7d1e644d298088b8"),
                 # What it stands in for.

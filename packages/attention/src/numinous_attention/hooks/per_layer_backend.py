@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from numinous_attention.options import FLASH_DIM, PER_LAYER_BACKEND
-from numinous_tooling.patching import Feature, Hook, stock_pin
+from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
+from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
 
 ENGINE = "sglang.srt"
@@ -52,14 +53,23 @@ FEATURE = Feature(
                 stock_pin(f"{ENGINE}.model_executor.runner.metadata_glue_graph:MetadataGlueGraph._leaves", "ec2054bab9f3493c"),
                 # Spans of an image reach the Triton backend as a mask, set after its metadata.
                 stock_pin(f"{ENGINE}.models.gemma4_mm:Gemma4ForConditionalGeneration.prepare_attn_masks", "af0c2ac0e9ba3516"),
-                # Both keep what they prepare for themselves, and write new keys to the same slots of the same pools.
+                # Both keep what they prepare for themselves, and write new keys to the same slots of the same pools. The fix changes
+                # Triton's windows in decode, which no layer reads here.
+                *(
+                    Pin(
+                        f"{TRITON}.{name}",
+                        {STOCK: stock, f"{STOCK} + upstream.triton_decode_window": fixed},
+                    )
+                    for name, stock, fixed in (
+                        ("init_forward_metadata", "78f4c6b8116823b9", "ec1a1b3bae1593b6"),
+                        ("init_cuda_graph_state", "606f8b02fb9d3647", "67950d0d49aa4087"),
+                    )
+                ),
                 *(
                     stock_pin(f"{TRITON}.{name}", digest)
                     for name, digest in (
                         ("__init__", "6cc08abb69138bad"),
-                        ("init_forward_metadata", "78f4c6b8116823b9"),
                         ("init_forward_metadata_out_graph", "58e3aec09a448834"),
-                        ("init_cuda_graph_state", "606f8b02fb9d3647"),
                         ("get_cuda_graph_seq_len_fill_value", "59198159de9f13bc"),
                         ("forward_extend", "200453b6528d8834"),
                         ("forward_decode", "f4d2bb84d1cb385e"),
