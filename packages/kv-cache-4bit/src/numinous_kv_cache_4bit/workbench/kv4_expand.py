@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from numinous_kv_cache_4bit.kernels.codec import four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_expand import TILE, Tile, kv4_expand, reference, traffic
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES
-from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
+from numinous_kv_cache_4bit.workbench.shared import engine_version, sweep
 from numinous_tooling.testing.tensors import assert_bitwise_equal
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -220,10 +220,6 @@ OP = Op(
 )
 
 
-def _by(tile: Tile) -> Implementation:
-    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
-
-
 SWEPT = (
     Tile(2112, 32, 8, 2, 4),  # 16 programs for an SM: all that 32 registers allow
     Tile(1024, 8, 8, 2, 4),  # a request's rows on four times as many programs
@@ -234,17 +230,11 @@ SWEPT = (
     Tile(1056, 8, 8, 4, 8, True),
 )
 
-SWEEP = replace(
+SWEEP = sweep(
     OP,
-    name="kv4_expand_sweep",
-    cases=(),
-    bench_cases=(Case(1, 512, equal=True), Case(8, 4096, equal=True), *_bench_cases()),
-    implementations={
-        "triton": OP.implementations["triton"],
-        **{launch_name(tile): _by(tile) for tile in SWEPT},
-    },
-    peers={},
-    binaries=(),
+    _run,
+    SWEPT,
+    (Case(1, 512, equal=True), Case(8, 4096, equal=True), *_bench_cases()),
 )
 """Other launches beside the launcher's::
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from numinous_kv_cache_4bit.kernels.kv4_gather import (
     traffic,
 )
 from numinous_kv_cache_4bit.kernels.kv4_write import ROPE_MODES
-from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
+from numinous_kv_cache_4bit.workbench.shared import engine_version, sweep
 from numinous_tooling.testing.tensors import assert_bitwise_equal
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -306,10 +306,6 @@ OP = Op(
 )
 
 
-def _by(tile: Tile) -> Implementation:
-    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
-
-
 SWEPT = (
     *(Tile(4, 2, 4, ahead) for ahead in (False, True)),
     *(Tile(4, 1, 4, ahead) for ahead in (False, True)),  # to FP8 one turn in place of two
@@ -322,20 +318,14 @@ SWEPT = (
     Tile(16, 1, 4, True),
 )
 
-SWEEP = replace(
+SWEEP = sweep(
     OP,
-    name="kv4_gather_sweep",
-    cases=(),
-    bench_cases=(
+    _run,
+    SWEPT,
+    (
         *(Case(queries, 2048, to=to) for to in TILES for queries in (1, 4, 16, 64)),
         *(Case(64, 2048, 288, to) for to in TILES),
     ),
-    implementations={
-        "triton": OP.implementations["triton"],
-        **{launch_name(tile): _by(tile) for tile in SWEPT},
-    },
-    peers={},
-    binaries=(),
 )
 """Other launches beside the launcher's::
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from numinous_kv_cache_4bit.kernels.kv4_write import (
     tile_for,
     traffic,
 )
-from numinous_kv_cache_4bit.workbench.shared import engine_version, launch_name
+from numinous_kv_cache_4bit.workbench.shared import engine_version, sweep
 from numinous_tooling.testing.tensors import assert_outputs_bitwise
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -305,10 +305,6 @@ OP = Op(
 )
 
 
-def _by(tile: Tile) -> Implementation:
-    return Implementation(run=lambda case, inputs: _run(case, inputs, tile), interpret=True)
-
-
 SWEPT = (
     *(Tile(1, 1, ahead) for ahead in (False, True)),  # 16 values a thread: whole blocks
     Tile(2, 2, True),
@@ -319,21 +315,15 @@ SWEPT = (
     *(Tile(8, 4, ahead) for ahead in (False, True)),
 )
 
-SWEEP = replace(
+SWEEP = sweep(
     OP,
-    name="kv4_write_sweep",
-    cases=(),
-    bench_cases=(
+    _run,
+    SWEPT,
+    (
         *(Case(tokens) for tokens in (1, 64, 128, 256, 512, 1024, 4096, 16384, 65536)),
         *(Case(tokens, 288) for tokens in (64, 4096, 65536)),
         *(Case(tokens, choice="mse") for tokens in (64, 4096)),
     ),
-    implementations={
-        "triton": OP.implementations["triton"],
-        **{launch_name(tile): _by(tile) for tile in SWEPT},
-    },
-    peers={},
-    binaries=(),
 )
 """Other tiles beside the launcher's::
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops of this room have in common: the version of their peers, names in sweeps."""
+"""What the ops of this room have in common: the version of their peers, sweeps of their launches."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
+
+from numinous_tooling.workbench import Implementation, Op, Tensors
 
 
 def engine_version() -> str:
@@ -20,3 +24,25 @@ def launch_name(tile: Any) -> str:
     fields: dict[str, int] = tile._asdict()
     ahead = "-ahead" if fields.pop("ahead") else ""
     return "-".join(f"{name}{value}" for name, value in fields.items()) + ahead
+
+
+def sweep(
+    op: Op, run: Callable[[Any, Tensors, Any], Tensors], tiles: Iterable[Any], cases: Iterable[Any]
+) -> Op:
+    """Other launches of `op` beside the launcher's choice: `run` with each tile, a provider each, timed on `cases`."""
+
+    def by(tile: Any) -> Implementation:
+        return Implementation(run=lambda case, inputs: run(case, inputs, tile), interpret=True)
+
+    return replace(
+        op,
+        name=f"{op.name}_sweep",
+        cases=(),
+        bench_cases=tuple(cases),
+        implementations={
+            "triton": op.implementations["triton"],
+            **{launch_name(tile): by(tile) for tile in tiles},
+        },
+        peers={},
+        binaries=(),
+    )
