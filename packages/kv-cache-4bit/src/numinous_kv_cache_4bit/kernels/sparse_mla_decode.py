@@ -563,8 +563,8 @@ class Schedule(NamedTuple):
         return panels * self.heads * 128 + 2 * tile + p + 2 * bias + 1024 + rest + more
 
 
-NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 384, 32)
-WIDE = Schedule("wide", 384, 64)
+NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 512, 32)
+WIDE = Schedule("wide", 512, 64)
 MMA_16, MMA_32 = Schedule("mma_16", 512, 16), Schedule("mma_32", 384, 32)
 HEADS_16, HEADS_32, HEADS_64 = (Schedule(f"heads_{heads}", 544, heads) for heads in (16, 32, 64))
 

@@ -29,40 +29,33 @@ namespace numinous {
 // Names of barriers; 0 is __syncthreads.
 constexpr int kAllConsumers = 1, kOneWarpgroup = 2;
 
+constexpr int kProducerGroups = 2;
+// Of a thread; 2 × 72 + 2 × 184 = 4 × 128. With 16 more, producers leave too few to consumers of 32 heads; 16 fewer do not hold a quarter of 656 bytes.
+constexpr int kProducerRegisters = 72, kConsumerRegisters = 184;
+
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
-// A warpgroup of `kGroups` that fill tiles. Rows are under way in registers while the consumers work on the tile before.
-template <class R, int kGroups>
+// One of two warpgroups that fill tiles, half of the rows each: a thread has a quarter of one row, which is under way in its registers
+// while the consumers work on the tile before.
+template <class R>
 __device__ __forceinline__ void produce(const Params& p, const Work& w, int group, uint32_t tiles, float* bias, uint32_t full,
                                         uint32_t empty) {
-  constexpr int kPasses = kTile / kRowsOfPass / kGroups;
-  const int thread = threadIdx.x % 128, quarter = producer_quarter(thread);
-  Raw<R> raw[kPasses];
-  Entry next[kPasses];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) next[pass] = entry_of(p, w, w.begin, producer_row(thread, group, kGroups, pass));
-  const auto fetch = [&](int after) {
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-      raw[pass].fetch(p, slot_of(p, next[pass], producer_row(thread, group, kGroups, pass)), quarter);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-      next[pass] = entry_of(p, w, after, producer_row(thread, group, kGroups, pass));
-  };
-  fetch(w.begin + 1);
+  static_assert(kTile == kRowsOfPass * kProducerGroups, "a thread has a quarter of one row");
+  const int thread = threadIdx.x % 128, quarter = producer_quarter(thread), row = producer_row(thread, group, kProducerGroups, 0);
+  Raw<R> raw;
+  Entry next = entry_of(p, w, w.begin, row);
+  raw.fetch(p, slot_of(p, next, row), quarter);
+  next = entry_of(p, w, w.begin + 1, row);
   for (int tile = w.begin; tile < w.end; ++tile) {
     const int turn = tile - w.begin, buffer = turn & 1;
     barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = producer_row(thread, group, kGroups, pass);
-      decode(raw[pass], tiles + buffer * R::kTileBytes, row, quarter);
-      if (quarter == 0) bias[buffer * kTile + row] = raw[pass].valid ? 0.0f : -kInf;
-    }
+    decode(raw, tiles + buffer * R::kTileBytes, row, quarter);
+    if (quarter == 0) bias[buffer * kTile + row] = raw.valid ? 0.0f : -kInf;
     // The fence may wait for loads that are under way, and so would whoever waits for the tile.
     fence_for_wgmma();
     barrier_arrive(full + 8 * buffer);
-    fetch(tile + 2);
+    raw.fetch(p, slot_of(p, next, row), quarter);
+    next = entry_of(p, w, tile + 2, row);
   }
 }
 
@@ -99,9 +92,9 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
   fence_for_wgmma();
   named_barrier(kAllConsumers, kConsumers);
 
-  float o[128];
+  float o[2][64];  // [head, 128 values] twice: an instruction with all 256 is refused where threads start with 128 registers
 #pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] = 0.0f;
+  for (int i = 0; i < 64; ++i) o[0][i] = o[1][i] = 0.0f;
   float most[2] = {-kInf, -kInf}, sum[2] = {0.0f, 0.0f};  // of heads fragment_row(thread, 0) and 8 further; sums of own rows only
 
   for (int tile = w.begin; tile < w.end; ++tile) {
@@ -164,19 +157,26 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     fence_for_wgmma();
     if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < 128; ++i) o[i] *= alpha[i % 4 / 2];
+      for (int i = 0; i < 64; ++i) {
+        o[0][i] *= alpha[i % 4 / 2];
+        o[1][i] *= alpha[i % 4 / 2];
+      }
     }
     named_barrier(kAllConsumers, kConsumers);
 
-    hold(o);
+    hold(o[0]);
+    hold(o[1]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step)
-      wgmma<false, true>(o, further(p_at, k_major_step(64, 0, step)),
-                         further(v_at, mn_major_step(0, step)), true);
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+        wgmma<false, true>(o[part], further(p_at, k_major_step(64, 0, step)),
+                           further(v_at, mn_major_step(2 * part, step)), true);
     wgmma_commit();
     wgmma_wait();
-    hold(o);
+    hold(o[0]);
+    hold(o[1]);
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * buffer);
   }
 
@@ -199,7 +199,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
 #pragma unroll
   for (int i = 0; i < 128; ++i) {
     const int dim = dim_of_position(R::kFourBit, 256 * half + fragment_column(thread, i));
-    stage[fragment_row(thread, i) * kStageStride + dim] = o[i] * factor[i % 4 / 2];
+    stage[fragment_row(thread, i) * kStageStride + dim] = o[i / 64][i % 64] * factor[i % 4 / 2];
   }
   named_barrier(kAllConsumers, kConsumers);
   store_output(p, w, stage, 64);
@@ -393,11 +393,6 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
 template <class R, int kHeads, bool kWide>
 __device__ __forceinline__ void attend(const Params& p) {
   using S = Plan<R, kHeads, kWide>;
-  // 32 heads leave no registers for a second warpgroup of producers.
-  constexpr int kProducerGroups = kHeads == 16 ? 2 : 1;
-  // Registers of a thread: 152 + 2 × 176 = 136 + 2 × 184 = 3 × 168, 2 × 104 + 2 × 152 = 4 × 128.
-  constexpr int kProducerRegisters = kWide ? 152 : kHeads == 32 ? 136 : 104;
-  constexpr int kConsumerRegisters = kWide ? 176 : kHeads == 32 ? 184 : 152;
   uint8_t* shared = dynamic_shared();
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
@@ -421,7 +416,7 @@ __device__ __forceinline__ void attend(const Params& p) {
 
   if (threadIdx.x >= kConsumers) {
     fewer_registers<kProducerRegisters>();
-    produce<R, kProducerGroups>(p, w, (threadIdx.x - kConsumers) / 128, base + S::kTiles,
+    produce<R>(p, w, (threadIdx.x - kConsumers) / 128, base + S::kTiles,
                                 reinterpret_cast<float*>(shared + S::kBias), full, empty);
   } else {
     more_registers<kConsumerRegisters>();
@@ -440,6 +435,6 @@ __device__ __forceinline__ void attend(const Params& p) {
     numinous::attend<numinous::Row<NUMINOUS_WIDTH>, heads, wide>(p);                                            \
   }
 
-NUMINOUS_KERNEL(wide, 384, 64, true)
-NUMINOUS_KERNEL(narrow_32, 384, 32, false)
+NUMINOUS_KERNEL(wide, 512, 64, true)
+NUMINOUS_KERNEL(narrow_32, 512, 32, false)
 NUMINOUS_KERNEL(narrow_16, 512, 16, false)
