@@ -39,6 +39,7 @@ extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return
 extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
   return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
 }
+extern "C" long rows_asked() { return model::rows_asked; }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
 """
 
@@ -80,6 +81,15 @@ def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int
     check_no_rows(compiled(352), heads, splits, "wgmma")
 
 
+def test_rows_asked_for_on_the_model(compiled: Any) -> None:
+    """Every row is asked for in L2 once and before it is read, but those of a block's first tile, which are read at once."""
+    library = compiled(352)
+    for case, tiles in ((Case(1, 12, 330, splits=1), 1), (Case(2, 40, 140, splits=2), 4)):
+        before = library.rows_asked()
+        run_model(library, case, OP.make_inputs(case, 0, torch.device("cpu")))
+        assert library.rows_asked() - before == case.requests * case.topk - 64 * tiles
+
+
 QUICK_FAULTS = (
     "panels of V mixed up",
     "P not awaited",
@@ -102,6 +112,7 @@ FAULTS = {
     "a tile is given back too early": ("    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);", ""),
     "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * buffer);", ""),
     "values in the order of positions": ("(position & ~7) | (position & 1) << 2 | (position & 7) >> 1", "position"),
+    "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
     "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
 }  # fmt: skip
 
@@ -116,7 +127,7 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
         case = Case(1, 33, 190, splits=2)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
-    with pytest.raises(AssertionError, match=r"out|lse|threads wait"):
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for"):
         OP.compare(case, run_model(compiled(case.width, FAULTS[fault]), case, inputs), want)
 
 

@@ -35,17 +35,22 @@ constexpr int kProducerRegisters = 72, kConsumerRegisters = 184;
 
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
-// One of two warpgroups that fill tiles, half of the rows each: a thread has a quarter of one row, which is under way in its registers
-// while the consumers work on the tile before.
+// One of two warpgroups that fill tiles, half of the rows each. While the consumers work on a tile, a thread has a quarter of a row of the
+// next one under way in its registers, rows of the one after that are on their way to L2, and so are ids of a further one to registers.
 template <class R>
 __device__ __forceinline__ void produce(const Params& p, const Work& w, int group, uint32_t tiles, float* bias, uint32_t full,
                                         uint32_t empty) {
   static_assert(kTile == kRowsOfPass * kProducerGroups, "a thread has a quarter of one row");
   const int thread = threadIdx.x % 128, quarter = producer_quarter(thread), row = producer_row(thread, group, kProducerGroups, 0);
+  const auto prefetch = [&](Entry e) {
+    const int64_t slot = slot_of(p, e, row);
+    if (quarter == 0 && slot >= 0 && slot < p.slots) prefetch_row<R::kBytes>(p.pool + slot * p.pool_stride);
+  };
   Raw<R> raw;
-  Entry next = entry_of(p, w, w.begin, row);
-  raw.fetch(p, slot_of(p, next, row), quarter);
-  next = entry_of(p, w, w.begin + 1, row);
+  const Entry first = entry_of(p, w, w.begin, row);
+  Entry next = entry_of(p, w, w.begin + 1, row), later = entry_of(p, w, w.begin + 2, row);
+  raw.fetch(p, slot_of(p, first, row), quarter);
+  prefetch(next);
   for (int tile = w.begin; tile < w.end; ++tile) {
     const int turn = tile - w.begin, buffer = turn & 1;
     barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);
@@ -55,7 +60,9 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
     fence_for_wgmma();
     barrier_arrive(full + 8 * buffer);
     raw.fetch(p, slot_of(p, next, row), quarter);
-    next = entry_of(p, w, tile + 2, row);
+    prefetch(later);
+    next = later;
+    later = entry_of(p, w, tile + 3, row);
   }
 }
 

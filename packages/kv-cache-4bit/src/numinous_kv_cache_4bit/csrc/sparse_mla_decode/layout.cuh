@@ -27,6 +27,7 @@ constexpr int kTilePanelBytes = kTile * 2 * kPanelDims;     // 8192
 template <int kWidth>
 struct Row {
   static_assert(kWidth == 352 || kWidth == 288 || kWidth == 656 || kWidth == 528, "no such row");
+  static constexpr int kBytes = kWidth;
   static constexpr bool kFourBit = kWidth == 352 || kWidth == 288;
   static constexpr bool kRope = kWidth == 352 || kWidth == 656;
   static constexpr int kScaleAt = kFourBit ? 256 : 512;

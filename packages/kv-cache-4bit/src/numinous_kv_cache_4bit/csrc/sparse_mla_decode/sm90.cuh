@@ -120,6 +120,11 @@ __device__ __forceinline__ uint4 load_row(const uint8_t* p) {  // of a row: read
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
+// Asks for the bytes of a row in L2, and for no others: rows begin at multiples of 16, not of a line.
+template <int kBytes>
+__device__ __forceinline__ void prefetch_row(const uint8_t* p) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "n"(kBytes));
+}
 __device__ __forceinline__ void store_shared(uint32_t at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
