@@ -119,7 +119,8 @@ def run_call(library: Any, call: Any, params: Any, products: kernels.Products = 
         (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
     ]
     if params.splits > 1:
-        launches.append(("combine", call.tokens * call.heads, 4, 128, 0))
+        threads = kernels.join_threads(params.splits)
+        launches.append(("combine", call.tokens * call.heads, 1, threads, 0))
     for entry, x, y, threads, shared in launches:
         fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
         assert fault is None, f"{entry}: {fault.decode()}"

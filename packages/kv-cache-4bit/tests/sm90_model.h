@@ -23,6 +23,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __shared__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 

@@ -35,6 +35,7 @@ extern "C" unsigned rope_pair(unsigned word, int half, unsigned low, unsigned hi
   return multiply_bf16_pairs(int8_pair(permute_bytes(word, half ? 0xb3a2 : 0x9180)), step_pair(low, high));
 }
 extern "C" int tile(int tiles, int splits, int split) { return first_tile(tiles, splits, split); }
+extern "C" int join(int splits) { return 64 * groups_of_join(splits); }
 extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return producer_row(thread, group, groups, pass); }
 extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
   return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
@@ -113,6 +114,8 @@ FAULTS = {
     "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * buffer);", ""),
     "values in the order of positions": ("(position & ~7) | (position & 1) << 2 | (position & 7) >> 1", "position"),
     "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
+    "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
+    "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
     "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
 }  # fmt: skip
 
@@ -125,6 +128,8 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
     case = Case(1, 33, 70 if fault.startswith("the last") else 330, pattern="edges", splits=1)
     if fault.startswith("the last"):
         case = Case(1, 33, 190, splits=2)
+    if fault.startswith(("groups", "parts")):
+        case = Case(1, 5, 400, splits=19)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for"):
@@ -172,6 +177,7 @@ def test_layout(compiled: Any) -> None:
                 assert library.element_at(rows, row_, position) == plain ^ ((plain >> 7 & 7) << 4)
     for tiles in range(70):
         for splits in range(1, 65):
+            assert library.join(splits) == kernels.join_threads(splits)
             bounds = [library.tile(tiles, splits, split) for split in range(splits + 1)]
             assert bounds[0] == 0
             assert bounds[-1] == tiles

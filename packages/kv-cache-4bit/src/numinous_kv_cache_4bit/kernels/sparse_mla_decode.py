@@ -183,6 +183,11 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
+def join_threads(splits: int) -> int:
+    """Threads of a block of `combine`: 64 of each of `groups_of_join` of layout.cuh."""
+    return 64 if splits <= 4 else 256
+
+
 def _processors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
@@ -652,7 +657,8 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
         )
         if splits > 1:
             combine = launch.load(PACKAGE, binary, entry="combine")
-            combine((call.tokens * call.heads, 4), 128, (params,), stream=stream, pdl=True)
+            blocks, threads = call.tokens * call.heads, join_threads(splits)
+            combine((blocks,), threads, (params,), stream=stream, pdl=True)
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

@@ -350,6 +350,7 @@ def _cases() -> tuple[Case, ...]:
         Case(3, 16, 70, 656, pattern="edges", splits=2, sink=True),
         Case(2, 20, 67, 528, 2, layout="sliced", splits=1, sink=True),
         Case(2, 16, 200, pattern="sparse", splits=3),
+        Case(1, 5, 400, splits=19, sink=True),  # more splits than tiles; joined by four groups of threads
         Case(1, 12, 97, pattern="nan", splits=2),
         Case(3, 10, 130, 288, 3, "int64", dense=True, splits=2),
         Case(2, 16, 70, 656, 2, dense=True, splits=1, sink=True),

@@ -244,45 +244,87 @@ __device__ __forceinline__ float finish(const Params& p, const Work& w, int head
 
 // --- Splits -------------------------------------------------------------------------------------------------------------------
 
-// A head of a token from its splits: weights 2^(lse - largest). Block: a quarter of a head's values. Lanes 8 g … 8 g + 7 of a warp take
-// splits g, g + 4, …, so that parts are under way at the same time, 32 consecutive values of each.
-extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant__ numinous::Params p) {
+namespace numinous {
+
+// Sum over some splits of eight values of a head, weighted by 2^(lse - most).
+struct Joined {
+  float most, sum;
+  float4 low, high;
+
+  __device__ __forceinline__ float by() const { return most == -kInf ? 0.0f : most; }
+  // The largest lse so far is `now`.
+  __device__ __forceinline__ void rise(float now) {
+    const float before = most;
+    most = now;
+    const float keep = exp2f(before - by());
+    sum *= keep;
+    low = {low.x * keep, low.y * keep, low.z * keep, low.w * keep};
+    high = {high.x * keep, high.y * keep, high.z * keep, high.w * keep};
+  }
+  __device__ __forceinline__ void add(float weight, float total, const float4& v, const float4& w) {
+    sum += weight * total;
+    low = {low.x + weight * v.x, low.y + weight * v.y, low.z + weight * v.z, low.w + weight * v.w};
+    high = {high.x + weight * w.x, high.y + weight * w.y, high.z + weight * w.z, high.w + weight * w.w};
+  }
+};
+
+}  // namespace numinous
+
+// A head of a token from its splits, always in the same order. 64 threads have eight values each; where there are many splits, four such
+// groups take every fourth one and meet in shared memory. What a thread loads depends on nothing that it has loaded.
+extern "C" __global__ void __launch_bounds__(64 * numinous::kJoinGroups) combine(const __grid_constant__ numinous::Params p) {
   using namespace numinous;
   wait_for_grid_before();
+  const int groups = groups_of_join(p.splits), group = threadIdx.x / 64, thread = threadIdx.x % 64;
   const int64_t token = blockIdx.x / p.heads;
   const int head = blockIdx.x % p.heads;
-  constexpr int kGroups = 4;
-  const int group = threadIdx.x / 8 % kGroups, column = 4 * int(blockIdx.y * 32 + threadIdx.x / 32 * 8 + threadIdx.x % 8);
   const float* lse = p.part_lse + token * p.splits * p.heads + head;
-  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + column;
-  float top = -kInf;
-  for (int split = group; split < p.splits; split += kGroups) top = fmaxf(top, lse[split * p.heads]);
-  for (int lanes = 8; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-  const float by = top == -kInf ? 0.0f : top;
-  float sum = 0.0f;
-  float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 2
-  for (int split = group; split < p.splits; split += kGroups) {
-    const float own = lse[split * p.heads];
-    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (own != -kInf) v = *reinterpret_cast<const float4*>(part + int64_t(split) * p.heads * kLatent);  // else it is not written
-    const float weight = own == -kInf ? 0.0f : exp2f(own - by);
-    sum += weight;
-    total = {total.x + weight * v.x, total.y + weight * v.y, total.z + weight * v.z, total.w + weight * v.w};
-  }
+  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + 4 * thread;
+  Joined joined = {-kInf, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+  constexpr int kAhead = 4;
+  for (int first = group; first < p.splits; first += kAhead * groups) {
+    float own[kAhead];
+    float4 low[kAhead], high[kAhead];
 #pragma unroll
-  for (int lanes = 8; lanes < 32; lanes *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, lanes);
-    total = {total.x + __shfl_xor_sync(~0u, total.x, lanes), total.y + __shfl_xor_sync(~0u, total.y, lanes),
-             total.z + __shfl_xor_sync(~0u, total.z, lanes), total.w + __shfl_xor_sync(~0u, total.w, lanes)};
+    for (int i = 0; i < kAhead; ++i) {
+      const int split = first + i * groups;
+      own[i] = -kInf;
+      if (split < p.splits) {
+        own[i] = lse[split * p.heads];
+        const float* from = part + int64_t(split) * p.heads * kLatent;
+        low[i] = *reinterpret_cast<const float4*>(from);
+        high[i] = *reinterpret_cast<const float4*>(from + kLatent / 2);
+      }
+    }
+    float now = joined.most;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) now = fmaxf(now, own[i]);
+    joined.rise(now);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (own[i] != -kInf) joined.add(exp2f(own[i] - joined.by()), 1.0f, low[i], high[i]);  // else the part is not written
   }
-  if (group != 0) return;
-  const bool none = sum == 0.0f;
-  float all = sum;
+  if (groups > 1) {
+    __shared__ Joined others[kJoinGroups - 1][64];
+    if (group > 0) others[group - 1][thread] = joined;
+    __syncthreads();
+    if (group > 0) return;
+#pragma unroll
+    for (int i = 0; i < kJoinGroups - 1; ++i) {
+      const Joined& other = others[i][thread];
+      joined.rise(fmaxf(joined.most, other.most));
+      joined.add(exp2f(other.most - joined.by()), other.sum, other.low, other.high);
+    }
+  }
+  const bool none = joined.sum == 0.0f;
+  const float by = joined.by();
+  float all = joined.sum;
   if (p.sink != nullptr && !none) all += exp2f(p.sink[head] * kLog2E - by);
   const float factor = none ? 0.0f : 1.0f / all;
-  const int64_t row = token * p.heads + head;
-  *reinterpret_cast<uint2*>(p.out + row * kLatent + column) =
-      uint2{bf16_pair(total.x * factor, total.y * factor), bf16_pair(total.z * factor, total.w * factor)};
-  if (column == 0) p.lse[row] = none ? -kInf : (by + log2f(sum)) * kLn2;
+  const float4 low = joined.low, high = joined.high;
+  uint16_t* out = p.out + (token * p.heads + head) * kLatent + 4 * thread;
+  *reinterpret_cast<uint2*>(out) = uint2{bf16_pair(low.x * factor, low.y * factor), bf16_pair(low.z * factor, low.w * factor)};
+  *reinterpret_cast<uint2*>(out + kLatent / 2) =
+      uint2{bf16_pair(high.x * factor, high.y * factor), bf16_pair(high.z * factor, high.w * factor)};
+  if (thread == 0) p.lse[token * p.heads + head] = none ? -kInf : (by + log2f(joined.sum)) * kLn2;
 }

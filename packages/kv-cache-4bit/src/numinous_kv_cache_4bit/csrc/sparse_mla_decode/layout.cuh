@@ -123,6 +123,10 @@ NUMINOUS_HD int tiles_of(int length) { return length / kTile + (length % kTile !
 // First tile of a split; that of split `splits` is the end.
 NUMINOUS_HD int first_tile(int tiles, int splits, int split) { return int(int64_t(tiles) * split / splits); }
 
+// Groups of 64 threads that join a head's splits.
+constexpr int kJoinGroups = 4;
+NUMINOUS_HD int groups_of_join(int splits) { return splits <= 4 ? 1 : kJoinGroups; }
+
 // Entries of its list that query `query` of `queries` of a request sees in dense addressing: causal, the last one sees all.
 NUMINOUS_HD int visible(int length, int queries, int query, int width) {
   const int seen = length - (queries - 1 - query);
