@@ -17,7 +17,11 @@ import triton.language as tl
 from kv4_block_model import check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
-from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
+    choose_splits,
+    sparse_mla_decode,
+    split_last_turn,
+)
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
 from numinous_tooling.formats import join_steps, steps_of
 from numinous_tooling.numerics import dequantize_int8
@@ -89,6 +93,15 @@ def test_rows_asked_for_on_the_model(compiled: Any) -> None:
         before = library.rows_asked()
         run_model(library, case, OP.make_inputs(case, 0, torch.device("cpu")))
         assert library.rows_asked() - before == case.requests * case.topk - 64 * tiles
+
+
+@pytest.mark.parametrize(("heads", "whole"), [(5, 1), (20, 2), (70, 1)])
+def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: int) -> None:
+    """The first tokens' blocks write the output, the others' parts; 70 heads are two blocks of a list."""
+    case = Case(3, heads, 140, splits=2, sink=True, pattern="edges")
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    got = run_model(compiled(352), case, inputs, whole=whole)
+    OP.compare(case, got, OP.reference(case, inputs))
 
 
 QUICK_FAULTS = (
@@ -267,6 +280,22 @@ def test_choose_splits() -> None:
     assert 8 <= choose_splits(8, 32, 132) <= 16
     assert choose_splits(1, 0, 132) == 1
     assert choose_splits(1, 10**6, 132) <= kernels.MAX_SPLITS
+
+
+def test_split_last_turn() -> None:
+    """What fills turns of 132 is whole; of the rest a split where it ends sooner."""
+    assert split_last_turn(128, 1, 32, 132) == (128, 1)
+    assert split_last_turn(132, 1, 32, 132) == (132, 1)
+    assert split_last_turn(140, 1, 32, 132) == (132, choose_splits(8, 32, 132))
+    assert split_last_turn(64, 1, 32, 132) == (0, 2)
+    assert split_last_turn(128, 2, 32, 132) == (128, 1)
+    assert split_last_turn(67, 2, 32, 132) == (66, choose_splits(2, 32, 132))
+    for tokens in range(1, 300):
+        for groups in (1, 2, 4):
+            whole, splits = split_last_turn(tokens, groups, 32, 132)
+            assert 0 <= whole <= tokens
+            assert (whole == tokens) == (splits == 1)
+            assert whole == tokens or whole * groups > (tokens * groups // 132 - 1) * 132
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------

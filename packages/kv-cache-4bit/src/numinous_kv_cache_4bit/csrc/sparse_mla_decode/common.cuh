@@ -19,14 +19,16 @@ struct Params {
   const float* sink;       // [heads], or null
   uint16_t* out;           // bf16 [tokens, heads, 512]
   float* lse;              // [tokens, heads], natural
-  float* part_out;         // [tokens, splits, heads, 512], where splits > 1
-  float* part_lse;         // [tokens, splits, heads], base 2
+  float* part_out;         // [tokens - whole, splits, heads, 512]
+  float* part_lse;         // [tokens - whole, splits, heads], base 2
   float* debug;
   int64_t q_request_stride, q_query_stride, q_head_stride;  // elements
   int64_t pool_stride;                                      // bytes
   int64_t index_stride;                                     // elements from token to token, dense: from request to request
   int64_t slots;
-  int tokens, queries, heads, width, splits, wide_ids;
+  int tokens, queries, heads, width;
+  int whole, splits;  // the first tokens have one block for each group of heads, which writes the output; the others have `splits`
+  int wide_ids;
   float scale_log2;   // of scores of what tiles hold, times log2(e)
   float out_scale;    // from what tiles hold to values
   uint32_t q_factor;  // pair of bf16 that multiplies the latent part of q: a power of two
@@ -37,21 +39,36 @@ constexpr float kInf = INFINITY;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Work {
-  int token, request, query, head, split, begin, end, length;  // tiles begin … end of a list of `length` entries
+  int token, request, query, head, begin, end, length;  // tiles begin … end of a list of `length` entries
+  int part;  // which of all parts [tokens - whole, splits] the block writes; negative: the output
+
+  // Row of a head of the block in the output, or in parts.
+  __device__ __forceinline__ int64_t row_of(const Params& p, int head_of_block) const {
+    return int64_t(part < 0 ? token : part) * p.heads + head + head_of_block;
+  }
 };
 
+// Blocks of one list stand side by side: they run at the same time, so that a row that one has read comes to the others from L2.
 __device__ __forceinline__ Work work_of(const Params& p, int heads_of_block) {
   Work w;
-  w.token = blockIdx.x / p.splits;
-  w.split = blockIdx.x % p.splits;
+  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, list = blockIdx.x / groups;
+  w.head = blockIdx.x % groups * heads_of_block;
+  w.part = list - p.whole;
+  w.token = w.part < 0 ? list : p.whole + w.part / p.splits;
   w.request = w.token / p.queries;
   w.query = w.token % p.queries;
-  w.head = blockIdx.y * heads_of_block;
   w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
-  const int tiles = tiles_of(w.length);
-  w.begin = first_tile(tiles, p.splits, w.split);
-  w.end = first_tile(tiles, p.splits, w.split + 1);
+  const int tiles = tiles_of(w.length), splits = w.part < 0 ? 1 : p.splits, split = w.part < 0 ? 0 : w.part % p.splits;
+  w.begin = first_tile(tiles, splits, split);
+  w.end = first_tile(tiles, splits, split + 1);
   return w;
+}
+
+// Whether a block has a part without rows, which it says; the others do not have to know more.
+__device__ __forceinline__ bool no_part(const Params& p, const Work& w, int heads_of_block) {
+  if (w.part < 0 || w.begin < w.end) return false;
+  if (threadIdx.x < heads_of_block && w.head + int(threadIdx.x) < p.heads) p.part_lse[w.row_of(p, threadIdx.x)] = -kInf;
+  return true;
 }
 
 // --- Rows ---------------------------------------------------------------------------------------------------------------------
@@ -212,12 +229,11 @@ __device__ __forceinline__ void store_output(const Params& p, const Work& w, con
   for (int i = threadIdx.x; i < heads * (kLatent / 4); i += kConsumers) {
     const int head = i / (kLatent / 4), four = i % (kLatent / 4);
     const float4 v = *reinterpret_cast<const float4*>(stage + head * kStageStride + 4 * four);
-    if (p.splits == 1) {
-      const int64_t row = int64_t(w.token) * p.heads + w.head + head;
-      *reinterpret_cast<uint2*>(p.out + row * kLatent + 4 * four) = uint2{bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
+    const int64_t at = w.row_of(p, head) * kLatent + 4 * four;
+    if (w.part < 0) {
+      *reinterpret_cast<uint2*>(p.out + at) = uint2{bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
     } else {
-      const int64_t row = (int64_t(w.token) * p.splits + w.split) * p.heads + w.head + head;
-      *reinterpret_cast<float4*>(p.part_out + row * kLatent + 4 * four) = v;
+      *reinterpret_cast<float4*>(p.part_out + at) = v;
     }
   }
 }
@@ -230,11 +246,11 @@ __device__ __forceinline__ float finish(const Params& p, const Work& w, int head
   float total = sum;
   if (w.head + head < p.heads) {
     const float lse = none ? -kInf : top + log2_fast(sum);
-    if (p.splits == 1) {
-      if (writes) p.lse[int64_t(w.token) * p.heads + w.head + head] = lse * kLn2;
+    if (w.part < 0) {
+      if (writes) p.lse[w.row_of(p, head)] = lse * kLn2;
       if (p.sink != nullptr && !none) total += exp2f(p.sink[w.head + head] * kLog2E - top);
     } else if (writes) {
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + w.head + head] = lse;
+      p.part_lse[w.row_of(p, head)] = lse;
     }
   }
   return none ? 0.0f : p.out_scale / total;
@@ -276,10 +292,10 @@ extern "C" __global__ void __launch_bounds__(64 * numinous::kJoinGroups) combine
   using namespace numinous;
   wait_for_grid_before();
   const int groups = groups_of_join(p.splits), group = threadIdx.x / 64, thread = threadIdx.x % 64;
-  const int64_t token = blockIdx.x / p.heads;
+  const int64_t list = blockIdx.x / p.heads, token = p.whole + list;
   const int head = blockIdx.x % p.heads;
-  const float* lse = p.part_lse + token * p.splits * p.heads + head;
-  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + 4 * thread;
+  const float* lse = p.part_lse + list * p.splits * p.heads + head;
+  const float* part = p.part_out + (list * p.splits * p.heads + head) * kLatent + 4 * thread;
   Joined joined = {-kInf, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
   constexpr int kAhead = 4;
   for (int first = group; first < p.splits; first += kAhead * groups) {

@@ -30,8 +30,8 @@ namespace numinous {
 constexpr int kAllConsumers = 1, kOneWarpgroup = 2;
 
 constexpr int kProducerGroups = 2;
-// Of a thread; 2 × 72 + 2 × 184 = 4 × 128. With 16 more, producers leave too few to consumers of 32 heads; 16 fewer do not hold a quarter of 656 bytes.
-constexpr int kProducerRegisters = 72, kConsumerRegisters = 184;
+// Of a thread; 2 × 64 + 2 × 192 = 4 × 128. With eight fewer, a producer's quarter of 656 bytes spills; with 16 more, 32 heads of a consumer.
+constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ __device__ void dump_tile(float* debug, const uint8_t* tile) {
   }
 }
 #define NUMINOUS_DUMP(statement) \
-  if (p.debug != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && tile == w.begin) { statement; }
+  if (p.debug != nullptr && blockIdx.x == 0 && tile == w.begin) { statement; }
 #else
 #define NUMINOUS_DUMP(statement)
 #endif
@@ -404,14 +404,9 @@ __device__ __forceinline__ void attend(const Params& p) {
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
   const Work w = work_of(p, kHeads);
-  if (p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (w.begin == w.end && p.splits > 1) {  // nothing to do, and the others do not have to know more
-    const int head = w.head + threadIdx.x;
-    if (threadIdx.x < kHeads && head < p.heads)
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + head] = -kInf;
-    return;
-  }
+  if (no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       barrier_init(full + 8 * buffer, 128 * kProducerGroups);
