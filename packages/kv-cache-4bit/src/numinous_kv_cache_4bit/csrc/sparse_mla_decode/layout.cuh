@@ -87,8 +87,8 @@ struct Plan {
   static constexpr int kPBytes = kHeads * 128;
   static constexpr int kBias = kP + (kWide ? 1 : 2) * kPBytes;  // [2][64]: 0, or -inf for a row that is none
   static constexpr int kStat = kBias + 2 * kTile * 4;           // [256]: maxima and sums under exchange
-  static constexpr int kBarriers = kStat + 256 * 4;             // full[2], empty[2]
-  static constexpr int kBytes = kBarriers + 4 * 8 + 1024;       // the last for the start
+  static constexpr int kBarriers = kStat + 256 * 4;             // full[2], empty[2], wide: weighed
+  static constexpr int kBytes = kBarriers + 5 * 8 + 1024;       // the last for the start
   static constexpr int kStage = kTiles;                         // output, fp32 [heads][kStageStride], when all tiles are read
   static_assert(kTiles % 1024 == 0 && R::kTileBytes % 1024 == 0 && kPBytes % 1024 == 0, "panels begin at multiples of 1024");
   static_assert(kHeads * kStageStride * 4 <= kBias - kStage, "the output's stage does not fit");
