@@ -193,34 +193,43 @@ __device__ __forceinline__ float exponent_of(const Params& p, float most) {
 // A score under its row's bias. Not their sum: a row that is none has zeros, and NaN or infinity in q times these is NaN.
 __device__ __forceinline__ float biased(float score, float bias) { return bias == 0.0f ? score : bias; }
 
-// Heads head … head + kHeads of q into panels, in the order in which tiles hold a row; heads that are none as zeros.
+// Heads head … head + kHeads of q into panels, in the order in which tiles hold a row; heads that are none as zeros. A warp takes every
+// eighth head, whose swizzle is then the same, and a lane two chunks of its latent part, eight lanes one of its rope part: addresses are
+// one sum and constants, because code that runs once is paid for by the line.
 template <class R, int kHeads>
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, uint32_t to) {
-  constexpr int kChunksOfHead = R::kPanels * 8;
-  const uint16_t* q = p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + w.head * p.q_head_stride;
-  constexpr int kAll = kHeads * kChunksOfHead, kTurns = (kAll + kConsumers - 1) / kConsumers;
-  uint4 all[kTurns];  // all loads under way at once
+  constexpr int kWarps = kConsumers / 32, kTurns = kHeads / kWarps, kChunks = R::kRope ? 3 : 2;
+  static_assert(kWarps == 8 && kHeads % kWarps == 0, "heads of a warp have one swizzle");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint16_t* q =
+      p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + (w.head + warp) * p.q_head_stride + 8 * lane;
+  uint4 all[kTurns][kChunks];  // all loads under way at once
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    all[turn] = {0, 0, 0, 0};
-    if (((turn + 1) * kConsumers <= kAll || head < kHeads) && w.head + head < p.heads)
-      all[turn] = *reinterpret_cast<const uint4*>(q + head * p.q_head_stride + 8 * chunk);
-  }
+    const bool live = w.head + warp + turn * kWarps < p.heads;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    if ((turn + 1) * kConsumers > kAll && head >= kHeads) break;
-    uint4 v = all[turn];
-    if (chunk < kLatent / 8) {
-      v = {multiply_bf16_pairs(v.x, p.q_factor), multiply_bf16_pairs(v.y, p.q_factor), multiply_bf16_pairs(v.z, p.q_factor),
-           multiply_bf16_pairs(v.w, p.q_factor)};
-      if constexpr (R::kFourBit)  // dim_of_position: values i and i + 4 side by side
-        v = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-             __byte_perm(v.y, v.w, 0x7632)};
+    for (int k = 0; k < kChunks; ++k) {
+      all[turn][k] = {0, 0, 0, 0};
+      if (live && (k < 2 || lane < 8)) all[turn][k] = *reinterpret_cast<const uint4*>(q + k * kLatent / 2);
     }
-    store_shared(to + swizzled(kHeads, head, 8 * chunk), v);
+    q += kWarps * p.q_head_stride;
   }
+  const uint32_t first = to + swizzled(kHeads, warp, 8 * lane);
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      uint4 v = all[turn][k];
+      if (k < 2) {
+        v = {multiply_bf16_pairs(v.x, p.q_factor), multiply_bf16_pairs(v.y, p.q_factor), multiply_bf16_pairs(v.z, p.q_factor),
+             multiply_bf16_pairs(v.w, p.q_factor)};
+        if constexpr (R::kFourBit)  // dim_of_position: values i and i + 4 side by side
+          v = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+               __byte_perm(v.y, v.w, 0x7632)};
+      }
+      const uint32_t at = first + turn * kWarps * 128 + k * (kLatentPanels / 2) * kHeads * 128;
+      if (k < 2 || lane < 8) store_shared(at, v);
+    }
 }
 
 // The stage's heads to memory: final, or a split's part.
