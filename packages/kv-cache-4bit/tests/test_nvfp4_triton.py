@@ -26,8 +26,18 @@ from numinous_kv_cache_4bit.hooks.nvfp4_triton import (
     MORE_UNCOVERED,
     judge,
 )
-from numinous_kv_cache_4bit.options import CPU_PLATFORM, NVFP4_TRITON
-from numinous_tooling.numerics import dequantize_nvfp4, quantize_nvfp4
+from numinous_kv_cache_4bit.options import (
+    CPU_PLATFORM,
+    NVFP4_KEYS,
+    NVFP4_SCALES,
+    NVFP4_TRITON,
+)
+from numinous_tooling.numerics import (
+    decode_e4m3fn,
+    dequantize_nvfp4,
+    encode_e4m3fn,
+    quantize_nvfp4,
+)
 from numinous_tooling.patching.boot import fits
 from numinous_tooling.patching.engine import find_engine
 from numinous_tooling.patching.serve_command import FIELDS, ServeCommand
@@ -35,6 +45,8 @@ from numinous_tooling.patching.serve_command import FIELDS, ServeCommand
 HEADS, QUERY_HEADS, DIM = 2, 6, 32
 SLOTS, LAYERS = 120, 3
 SCALE = DIM**-0.5
+FORMATS = [("nvfp4", "amax"), ("nvfp4", "mse"), ("fp8", "amax"), ("fp8", "mse")]
+"""Words of the two options."""
 
 
 # --- Engine ---------------------------------------------------------------------------------------------------------
@@ -58,6 +70,14 @@ def counted(request: Any, monkeypatch: Any) -> Count | None:
     count = Count()
     monkeypatch.setattr(ours, "count", count)
     return count
+
+
+@pytest.fixture(params=FORMATS, ids="-".join)
+def formats(request: Any, monkeypatch: Any) -> tuple[str, str]:
+    """The two options, set."""
+    for option, word in zip((NVFP4_KEYS, NVFP4_SCALES), request.param, strict=True):
+        monkeypatch.setenv(option.name, word)
+    return request.param
 
 
 def configurator(**changes: Any) -> Any:
@@ -96,9 +116,16 @@ def stock_pool(engine: Any, **named: Any) -> Any:
     )  # fmt: skip
 
 
-def stands_for(x: torch.Tensor) -> torch.Tensor:
+def stands_for(x: torch.Tensor, scales: str = "amax") -> torch.Tensor:
     """What NVFP4 keeps of values that are rounded to bf16 first."""
-    return dequantize_nvfp4(*quantize_nvfp4(x.to(torch.bfloat16)))
+    return dequantize_nvfp4(*quantize_nvfp4(x.to(torch.bfloat16), scale_choice=scales))
+
+
+def keys_for(k: torch.Tensor, keys: str, scales: str) -> torch.Tensor:
+    """What is kept of keys, likewise."""
+    if keys == "fp8":
+        return decode_e4m3fn(encode_e4m3fn(k.to(torch.bfloat16)))
+    return stands_for(k, scales)
 
 
 @functools.cache
@@ -134,7 +161,7 @@ def batch(engine: Any, table: torch.Tensor, mode: str, lengths: list[int], new: 
     )  # fmt: skip
 
 
-def outputs(engine: Any, pool: Any, case: tuple[str, list[int], list[int]], *, exact: bool) -> list[torch.Tensor]:  # fmt: skip
+def outputs(engine: Any, pool: Any, case: tuple[str, list[int], list[int]], *, exact: bool, formats: tuple[str, str] = FORMATS[0]) -> list[torch.Tensor]:  # fmt: skip
     """Each layer's attention over a filled pool; `exact` writes and holds what the packed rows stand for."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -152,8 +179,9 @@ def outputs(engine: Any, pool: Any, case: tuple[str, list[int], list[int]], *, e
         k, v = values(50 + number, tokens)
         before = values(number, SLOTS)
         if exact:
-            k, v = stands_for(k), stands_for(v)
-            pool.k_buffer[number][1:], pool.v_buffer[number][1:] = map(stands_for, before)
+            k, v = keys_for(k, *formats), stands_for(v, formats[1])
+            pool.k_buffer[number][1:] = keys_for(before[0], *formats)
+            pool.v_buffer[number][1:] = stands_for(before[1], formats[1])
             found.append(getattr(backend, f"forward_{case[0].lower()}")(q, k, v, layer(number), made))  # fmt: skip
         else:
             pool.set_kv_buffer(layer(number), everywhere, *before)
@@ -169,15 +197,23 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_equals_stock_over_the_same_values(
-    case: Any, engine: Any, installed: Any, counted: Count
+    case: Any, engine: Any, installed: Any, counted: Count, formats: tuple[str, str]
 ) -> None:
     got = outputs(engine, build(engine), case, exact=False)
-    want = outputs(engine, stock_pool(engine), case, exact=True)
+    want = outputs(engine, stock_pool(engine), case, exact=True, formats=formats)
     for one, other in zip(got, want, strict=True):
         assert bool(other.isfinite().all())
         assert other.norm() > 1
         assert torch.equal(one, other)
     assert counted.seen == LAYERS, "one decoding a layer"
+
+
+@pytest.mark.parametrize("other", FORMATS)
+def test_each_format_is_another(other: tuple[str, str], engine: Any, installed: Any, formats: Any) -> None:  # fmt: skip
+    """The comparison above sees an option that is not heeded."""
+    got = outputs(engine, build(engine), CASES[0], exact=False)
+    want = outputs(engine, stock_pool(engine), CASES[0], exact=True, formats=other)
+    assert all(map(torch.equal, got, want)) == (formats == other)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +248,7 @@ def test_faults_are_seen(fault: str, engine: Any, installed: Any, monkeypatch: A
 
 @pytest.mark.parametrize(("backend", "width"), [("torch_native", 4), ("triton", 0)])
 def test_bytes_are_counted_as_they_are_allocated(
-    backend: str, width: int, engine: Any, installed: Any, monkeypatch: Any
+    backend: str, width: int, engine: Any, installed: Any, monkeypatch: Any, formats: Any
 ) -> None:
     from sglang.srt import runtime_context
 
@@ -220,9 +256,10 @@ def test_bytes_are_counted_as_they_are_allocated(
     asked = configurator()
     sizing = engine.sizing.DefaultPoolConfigurator.__new__(engine.sizing.DefaultPoolConfigurator)
     ours.after_sizing(None, sizing, asked)
-    each = ours.cell_size(HEADS, DIM, LAYERS, width)
+    each = ours.cell_size(HEADS, DIM, LAYERS, width, fp8_keys=formats[0] == "fp8")
     assert sizing._cell_size == each
-    assert each == 2 * HEADS * (DIM * 9 // 16 * LAYERS + DIM * width)
+    sixteenths = 16 + 9 if formats[0] == "fp8" else 9 + 9
+    assert each == HEADS * (DIM * sixteenths // 16 * LAYERS + 2 * DIM * width)
     pool = build(engine)
     lists = pool.k_buffer, pool.v_buffer, pool.k_scale_buffer, pool.v_scale_buffer, pool.shadow
     allocated = sum(x.untyped_storage().nbytes() for buffers in lists for x in buffers)
@@ -234,9 +271,11 @@ def test_bytes_of_a_model() -> None:
     assert ours.cell_size(8, 128, 32) == 36_864
     assert 2 * 8 * 128 * 32 / 36_864 == 16 / 9
     assert 2 * 2 * 8 * 128 * 32 / 36_864 == 32 / 9
+    assert ours.cell_size(8, 128, 32, fp8_keys=True) == 51_200
+    assert 2 * 8 * 128 * 32 / 51_200 == 1.28
 
 
-def test_copies_carry_scales(engine: Any, installed: Any) -> None:
+def test_copies_carry_scales(engine: Any, installed: Any, formats: Any) -> None:
     """Moves (U04) and host copies (U10): slots stand for the same elsewhere."""
     pool = build(engine)
     k, v = values(3, 9)
@@ -250,8 +289,8 @@ def test_copies_carry_scales(engine: Any, installed: Any) -> None:
         for slots in (source, moved, loaded):
             with pool.attending(number, None, None):
                 found = pool.decoded(slots)
-            assert torch.equal(found[0], stands_for(k * (number + 1)))
-            assert torch.equal(found[1], stands_for(v))
+            assert torch.equal(found[0], keys_for(k * (number + 1), *formats))
+            assert torch.equal(found[1], stands_for(v, formats[1]))
 
 
 def test_what_is_written(engine: Any, installed: Any) -> None:
@@ -273,6 +312,34 @@ def test_what_is_written(engine: Any, installed: Any) -> None:
     assert torch.equal(keys[0, 0, 16:], stands_for(k[0, 0, 16:]))
     assert float(found[0, 1, 20]) == 6 * 448
     assert torch.equal(keys[1], stands_for(k[1]))
+
+
+def test_what_is_written_of_fp8_keys(engine: Any, installed: Any, monkeypatch: Any) -> None:
+    """A NaN is one NaN, values beyond 448 saturate; slot 0 and strange ids are skipped."""
+    monkeypatch.setenv(NVFP4_KEYS.name, "fp8")
+    pool = build(engine)
+    k, v = (x.clone() for x in values(4, 2))
+    k[0, 0, 3], k[0, 1, 20], k[1, 1, 2] = torch.nan, torch.inf, -1e4
+    before = [x.clone() for x in pool._kept(1)]
+    for strange in (0, -1, SLOTS + 1, 2**40):
+        pool.set_kv_buffer(layer(1), torch.full((2,), strange), k, v)
+    assert all(map(torch.equal, before, pool._kept(1)))
+    pool.set_kv_buffer(layer(1), torch.tensor([7, 3]), k, v)
+    with pool.attending(1, None, None):
+        keys, _ = pool.decoded(torch.tensor([7, 3]))
+    want = decode_e4m3fn(encode_e4m3fn(k.to(torch.bfloat16)))
+    assert torch.equal(keys.nan_to_num(1e9), want.nan_to_num(1e9))
+    assert (float(keys[0, 1, 20]), float(keys[1, 1, 2])) == (448, -448)
+    assert int(keys.isnan().sum()) == 1
+
+
+def test_options_are_words(engine: Any, installed: Any, monkeypatch: Any) -> None:
+    from numinous_tooling.patching.errors import PatchError
+
+    monkeypatch.setenv(NVFP4_KEYS.name, "fp16")
+    with pytest.raises(PatchError, match="_KEYS='fp16' is none of nvfp4, fp8"):
+        build(engine)
+    assert FEATURE.options == (NVFP4_KEYS, NVFP4_SCALES)
 
 
 def test_scales_of_one_are_none(engine: Any, installed: Any) -> None:
@@ -350,11 +417,14 @@ def decode_kernel(q, keys, values, o, kv, ids, logits, lse, splits, most, scale,
 
 
 @pytest.mark.parametrize("rows", [1, 8, 40, 10_000])
-def test_prefixes_in_turns_equal_stock(rows: int, engine: Any, installed: Any) -> None:
+def test_prefixes_in_turns_equal_stock(
+    rows: int, engine: Any, installed: Any, formats: Any
+) -> None:
     pool, plain = build(engine), stock_pool(engine)
     before = values(2, SLOTS)
     pool.set_kv_buffer(layer(2), torch.arange(1, SLOTS + 1), *before)
-    plain.k_buffer[2][1:], plain.v_buffer[2][1:] = map(stands_for, before)
+    plain.k_buffer[2][1:] = keys_for(before[0], *formats)
+    plain.v_buffer[2][1:] = stands_for(before[1], formats[1])
     prefixes, new = [7, 0, 33, 5], [3, 4, 1, 2]
     kv = torch.tensor([0, *prefixes]).cumsum(0).int()
     # Behind the lists the engine's buffer may be longer, and not filled.
@@ -386,7 +456,7 @@ class OnGpu:
 
 
 def test_decode_on_a_gpu_reads_packed_rows(
-    engine: Any, installed: Any, counted: Count, monkeypatch: Any
+    engine: Any, installed: Any, counted: Count, monkeypatch: Any, formats: Any
 ) -> None:
     """Every argument reaches its kernel, nothing is read back, and the engine's kernel is not called."""
     pool, calls = build(engine), []
@@ -403,6 +473,7 @@ def test_decode_on_a_gpu_reads_packed_rows(
     ((of, named),) = calls
     assert of[0] is q
     assert all(one is other for one, other in zip(of[1:5], pool._of(2), strict=True))
+    assert (of[3] is None) == (formats[0] == "fp8")
     assert of[5:] == ("indptr", "indices")
     assert named == {"sm_scale": SCALE, "logit_cap": 3.0, "sinks": "sinks", "out": "o"}
     assert counted.seen == 1
@@ -570,14 +641,14 @@ def test_engine_that_is_installed() -> None:
 # --- A served model -------------------------------------------------------------------------------------------------
 
 
-def greedy(model: Path, prompt: list[int], new: int, *, quantised: bool) -> list[int]:
-    """Tokens of the model in transformers; `quantised`: every key and value is read back from NVFP4."""
+def greedy(model: Path, prompt: list[int], new: int, formats: tuple[str, str] | None) -> list[int]:
+    """Tokens of the model in transformers; with `formats` every key and value is read back from them."""
     import transformers
 
     class Cache(transformers.DynamicCache):
         def update(self, k: torch.Tensor, v: torch.Tensor, *of: Any, **named: Any) -> Any:
-            if quantised:
-                k, v = stands_for(k), stands_for(v)
+            if formats is not None:
+                k, v = keys_for(k, *formats), stands_for(v, formats[1])
             return super().update(k, v, *of, **named)
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -591,13 +662,17 @@ def greedy(model: Path, prompt: list[int], new: int, *, quantised: bool) -> list
 
 
 @pytest.mark.engine
-def test_served_tokens_are_those_of_a_quantised_cache(serve: Any, tiny_model: Path) -> None:
+@pytest.mark.parametrize(("formats", "size"), [(FORMATS[0], 72), (FORMATS[3], 100)])
+def test_served_tokens_are_those_of_a_quantised_cache(
+    serve: Any, tiny_model: Path, formats: tuple[str, str], size: int
+) -> None:
     """Cold, on a cached prefix, and in one batch: what transformers gives with the same rounding, and not what it gives without."""
     prompts = [[(7 * n + 3 * n * n) % 500 + 5 for n in range(start, start + 40)] for start in (1, 60)]  # fmt: skip
-    want = [greedy(tiny_model, prompt, 16, quantised=True) for prompt in prompts]
-    assert [greedy(tiny_model, prompt, 16, quantised=False) for prompt in prompts] != want
-    with serve(NUMINOUS_KV4_NVFP4_TRITON="1") as running:
+    want = [greedy(tiny_model, prompt, 16, formats) for prompt in prompts]
+    assert [greedy(tiny_model, prompt, 16, None) for prompt in prompts] != want
+    options = {NVFP4_KEYS.name: formats[0], NVFP4_SCALES.name: formats[1]}
+    with serve(NUMINOUS_KV4_NVFP4_TRITON="1", **options) as running:
         assert running.generate(prompts[0], new_tokens=16) == want[:1]
         assert running.generate(*prompts, new_tokens=16) == want  # the first one from the cache
         assert running.totals(NVFP4_TRITON)["engaged"] > 0
-        assert f"{NVFP4_TRITON}: 8192 tokens of 72 bytes" in running.server.log.read_text()
+        assert f"{NVFP4_TRITON}: 8192 tokens of {size} bytes" in running.server.log.read_text()

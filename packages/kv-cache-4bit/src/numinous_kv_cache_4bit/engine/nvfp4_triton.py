@@ -3,6 +3,7 @@
 
 *Cache*    The engine believes in a cache of the model's own dtype, so no backend asks for descales. Of K and of V a token has in each layer and
            head D / 2 bytes of E2M1 and D / 16 bytes of E4M3, without a scale above them: what they stand for is exact in bf16.
+           With ``…_KEYS=fp8`` it has D bytes of E4M3 of K, under a scale of 1.
 *Triton*   Two kernels read the cache: decode, and extend's prefix. Decode is `decode_attention_nvfp4`, which reads packed rows. Extend stays
            stock's, over the rows of the prefix decoded side by side into a scratch that the call allocates, with ids that count. It takes
            requests in turns of `SCRATCH_ROWS` rows (one longer request alone), and waits once a layer to know how many there are, so it
@@ -22,10 +23,11 @@ from typing import Any
 import torch
 
 from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import DIMS, decode_attention_nvfp4
-from numinous_kv_cache_4bit.options import NVFP4_TRITON
+from numinous_kv_cache_4bit.options import FP8, NVFP4_KEYS, NVFP4_SCALES, NVFP4_TRITON
 from numinous_tooling.numerics import NVFP4_BLOCK
 from numinous_tooling.patching.counters import counters
 from numinous_tooling.patching.feature import flag_of
+from numinous_tooling.patching.flags import option_value
 
 SCRATCH_ROWS = 32768
 """Rows of a prefix that are decoded at once: 134 MB for 8 heads of 128 in bf16, and while torch decodes them about three times that (*derived*)."""
@@ -42,15 +44,24 @@ def refuse(reason: str) -> None:
 # --- Boot -----------------------------------------------------------------------------------------------------------
 
 
-def cell_size(heads: int, head_dim: int, layers: int, shadow: int = 0) -> int:
+def fp8_keys() -> bool:
+    """What the option says of this process."""
+    return bool(option_value(NVFP4_KEYS) == FP8)
+
+
+def cell_size(
+    heads: int, head_dim: int, layers: int, shadow: int = 0, *, fp8_keys: bool = False
+) -> int:
     """KV bytes of a token.
 
     Args:
         heads: KV heads of a rank.
+        fp8_keys: whether keys are FP8.
         shadow: bytes of an element of the shadow, which is kept once for all layers; 0 where there is none.
     """
     packed = head_dim // 2 + head_dim // NVFP4_BLOCK
-    return 2 * heads * (packed * layers + shadow * head_dim)
+    keys = head_dim if fp8_keys else packed
+    return heads * ((keys + packed) * layers + 2 * shadow * head_dim)
 
 
 def before_pool_sizing(configurator: Any) -> None:
@@ -127,7 +138,8 @@ def _shadow_dtype(configurator: Any) -> torch.dtype | None:
 def after_sizing(result: None, sizing: Any, configurator: Any) -> None:
     """`DefaultPoolConfigurator.__init__`: the bytes of a token that it divides the memory by."""
     shadow = _shadow_dtype(configurator)
-    sizing._cell_size = cell_size(*_shape(configurator), shadow.itemsize if shadow else 0)
+    width = shadow.itemsize if shadow else 0
+    sizing._cell_size = cell_size(*_shape(configurator), width, fp8_keys=fp8_keys())
 
 
 def around_pool(
@@ -154,6 +166,8 @@ def around_pool(
         end_layer=configurator.layer_info.end_layer,
         enable_alt_stream=False,
         shadowed=_shadow_dtype(configurator) is not None,
+        fp8_keys=fp8_keys(),
+        scale_choice=option_value(NVFP4_SCALES),
     )
 
 
@@ -166,7 +180,7 @@ def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:
     if not isinstance(result, Nvfp4Pool):
         refuse(f"the engine builds a {type(result).__name__} for this launch, not covered")
     heads, head_dim, layers = _shape(configurator)
-    ours = cell_size(heads, head_dim, layers)
+    ours = cell_size(heads, head_dim, layers, fp8_keys=result.fp8_keys)
     others = [
         (name, 2 * heads * head_dim * layers * width) for name, width in (("FP8", 1), ("bf16", 2))
     ]
@@ -176,7 +190,8 @@ def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:
     )
     log_info_on_rank0(
         logger,
-        f"{NVFP4_TRITON}: {result.size} tokens of {ours} bytes in {layers} layers; these bytes would hold {told}",
+        f"{NVFP4_TRITON}: {result.size} tokens of {ours} bytes in {layers} layers, keys in {'FP8' if result.fp8_keys else 'NVFP4'}, "
+        f"values in NVFP4, scales by {result.scale_choice}; these bytes would hold {told}",
     )
 
 

@@ -5,7 +5,7 @@
             constructor of the Triton backend, which names the two kernels it calls, and what lets models write to a bf16 pool themselves.
 *Why*       Stock 0.5.20 takes ``--kv-cache-dtype nvfp4`` on Blackwell only, not on its Triton backend (which ends with a KeyError there), and
             nowhere without CUDA. Nobody can ask what it costs a model without the GPU.
-*Flag*      ``NUMINOUS_KV4_NVFP4_TRITON=1``, without ``--kv-cache-dtype``.
+*Flag*      ``NUMINOUS_KV4_NVFP4_TRITON=1``, without ``--kv-cache-dtype``. ``…_KEYS=fp8`` keeps keys in FP8, ``…_SCALES=mse`` searches block scales.
 *Neighbour* stock's FP8 cache of the same model: ``numinous gate kv4`` runs it as the yardstick.
 *Undo*      leave the flag unset.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numinous_kv_cache_4bit.hooks.launch import UNCOVERED, text_of
-from numinous_kv_cache_4bit.options import CPU_PLATFORM, NVFP4_TRITON
+from numinous_kv_cache_4bit.options import CPU_PLATFORM, NVFP4_KEYS, NVFP4_SCALES, NVFP4_TRITON
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
@@ -150,6 +150,7 @@ FEATURE = Feature(
             pins=(stock_pin(FUSED_WRITE, "b3fc310b61cd4265"),),
         ),
     ),
+    options=(NVFP4_KEYS, NVFP4_SCALES),
     judge="numinous_kv_cache_4bit.hooks.nvfp4_triton:judge",
     upstream="none",
 )  # fmt: skip
