@@ -213,6 +213,13 @@ def test_the_ptx_of_the_decoding_of_fp8() -> None:
 # --- Splits -----------------------------------------------------------------------------------------------------------
 
 
+def test_wide_fp8_keys_fit() -> None:
+    """Two tiles of 256-wide FP8 keys lie in Hopper's shared memory and one in that of sm120."""
+    assert plan(6, 256, 256, fp8_keys=True).stages == plan(6, 256, 256).stages == 3
+    assert plan(6, 256, 256, fp8_keys=True, shared=101_376).stages == 2
+    assert plan(4, 128, 128, fp8_keys=True, shared=101_376).stages == 3
+
+
 def test_splits() -> None:
     """As many as fill the GPU's places in whole turns: 3 programs of D 128 a multiprocessor, 13 of D 64."""
     wide, narrow = (132 * plan(4, dim, dim).resident for dim in (128, 64))

@@ -545,14 +545,20 @@ class Plan(NamedTuple):
     """Programs that a multiprocessor holds, by the registers of the sm90 machine code; to be measured."""
 
 
-def plan(group: int, k_dim: int, v_dim: int, *, fp8_keys: bool = False) -> Plan:
-    """For that many query heads of a KV head and those dimensions."""
+WIDE_SHARED = 114_688
+"""Bytes that a program of FP8 keys of 256 takes; sm120 has 101,376."""
+
+
+def plan(
+    group: int, k_dim: int, v_dim: int, *, fp8_keys: bool = False, shared: int = 232_448
+) -> Plan:
+    """For that many query heads of a KV head, those dimensions and that many bytes of shared memory for a program."""
     # With several warps and a V no wider than 64 Triton gives every warp all of a tile.
     warps, rows, stages = (
         (1, 64, 3) if v_dim <= 64 else (4, 128, 3) if max(k_dim, v_dim) <= 256 else (8, 64, 2)
     )
-    if fp8_keys and warps == 4 and k_dim > 128:
-        rows = 64  # 128 would take more shared memory than sm120 has
+    if fp8_keys and warps == 4 and k_dim > 128 and shared < WIDE_SHARED:
+        stages = 2
     few = group <= 16
     if warps == 1:
         resident = 13 if few else 8
@@ -580,6 +586,12 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _limits(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return {}
+    return {"shared": int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)}
+
+
 def words_of(dim: int, codes: int = 4) -> int:
     """Words of so many codes of a head, up to a power of two."""
     return int(triton.next_power_of_2(dim // codes))
@@ -595,7 +607,7 @@ def _launch(call: _Call) -> None:
     kv_heads, v_dim = call.k_buffer.shape[1], call.out.shape[2]
     group = heads // kv_heads
     fp8_keys = call.k_scales is None
-    made = plan(group, k_dim, v_dim, fp8_keys=fp8_keys)
+    made = plan(group, k_dim, v_dim, fp8_keys=fp8_keys, **_limits(call.q.device))
     blocks = kv_heads * -(-group // made.heads)
     places = made.resident * _processors(call.q.device)
     splits = call.splits or choose_splits(requests, blocks, len(call.indices), made.rows, places)

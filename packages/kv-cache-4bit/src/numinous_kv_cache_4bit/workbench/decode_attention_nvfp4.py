@@ -399,7 +399,10 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
         strides[f"{part}_head_stride"] = dim // divisor // unit
     ones = {name: 1 for name, stride in strides.items() if stride == 1}
     group = case.heads // case.kv_heads
-    made = plan(group, case.k_dim, case.v_dim, fp8_keys=fp8)
+    made, small = (
+        plan(group, case.k_dim, case.v_dim, fp8_keys=fp8, shared=shared)
+        for shared in (232_448, 101_376)
+    )
     return TritonBinary(
         name=name,
         kernel=f"{KERNELS}:_decode_kernel",
@@ -428,7 +431,11 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
             "gfx950": {"NATIVE": False},
         },
         aligned=[*pointers, *(name for name, stride in strides.items() if stride % 16 == 0)],
-        options={"num_warps": made.warps, "num_stages": made.stages},
+        options={
+            "num_warps": made.warps,
+            "num_stages": made.stages,
+            "sm120": {"num_stages": small.stages},
+        },
         # Packed halves multiply; a decoded tile in shared memory would show in the budget's bytes of it.
         required=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("HMUL2", "HMMA.16816.F32", "LDGSTS")),
         forbidden=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("LDL",)),
