@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.kernels.kv4_write import ScaleChoice, kv4_write, reference
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
+from numinous_kv_cache_4bit.kernels.kv4_write import kv4_write, reference
 from numinous_kv_cache_4bit.workbench.kv4_write import OP
 from numinous_tooling.formats import KV4, KV4_NO_ROPE, steps_of
 from numinous_tooling.testing.kernels import KernelTests

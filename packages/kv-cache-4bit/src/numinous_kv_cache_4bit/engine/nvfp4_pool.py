@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
 from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
 from numinous_kv_cache_4bit.kernels import nvfp4_write
-from numinous_kv_cache_4bit.kernels.nvfp4_write import ScaleChoice
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
 from numinous_kv_cache_4bit.options import NVFP4_TRITON
 from numinous_tooling.numerics import NVFP4_BLOCK, decode_e4m3fn, dequantize_nvfp4
 

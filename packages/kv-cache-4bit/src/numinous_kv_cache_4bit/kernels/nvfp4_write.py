@@ -22,6 +22,8 @@
             A NaN makes its block of 16 NaN (scale 0x7f, elements 0x7), inf saturates and leaves its neighbours finite, -0 keeps its sign.
 *Search*    `scale_choice="mse"` takes of 11 scales for a block that of least squared error: the bytes of `numerics.quantize_nvfp4(…,
             scale_choice="mse")`, which tries 13 (`codec.search_scale` says why fewer do). The global scale is then a number, a power of two.
+            A scale takes 10.4 instructions a value on sm90 (166 for a block), no fp64; all of them 114, on top of 11. *Derived*, one H200: 4096 tokens
+            of 8 heads of 128 and 128 take 35 µs more, of FP8 keys 18; that is 1 % of such a prefill's time in a layer of an 8B model.
 *FP8 keys*  bit for bit `numerics.quantize_fp8_tensor(k, global_scale, reciprocal=True)`: values beyond 448 and inf saturate, a NaN is one NaN.
 *Global*    a float is checked: 2^-64 … 2^64. A tensor is not read back; outside that range, and for NaN, it makes every block NaN.
 *Bytes*     a token: 2 (Dk + Dv) heads + id read, 9/16 (Dk + Dv) heads written. 8 heads of 128 and 128: 5256 with int64 ids; at 4.25 TB/s
@@ -32,7 +34,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -41,8 +43,10 @@ import triton.language as tl
 from numinous_kv_cache_4bit.kernels.codec import (
     ARITHMETIC,
     FP8_CONVERSIONS,
+    ScaleChoice,
     block_scale,
     check_global_scale,
+    check_scale_choice,
     native,
     pack_e2m1,
     search_scale,
@@ -56,7 +60,6 @@ from numinous_tooling.workbench import Tensors, Traffic
 __all__ = [
     "BLOCK",
     "MAX_DIM",
-    "ScaleChoice",
     "check_global",
     "encode",
     "nvfp4_write",
@@ -76,7 +79,6 @@ TILE = 32 * WARPS
 """Blocks of 16 of a program: one a thread."""
 
 Scale: TypeAlias = torch.Tensor | float
-ScaleChoice = Literal["amax", "mse"]
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
@@ -369,8 +371,7 @@ def nvfp4_write(
         raise ValueError(
             f"loc: expected [T] on {k_buffer.device}, got {list(loc.shape)} on {loc.device}"
         )
-    if scale_choice not in ("amax", "mse"):
-        raise ValueError(f"scale_choice is 'amax' or 'mse', got {scale_choice!r}")
+    check_scale_choice(scale_choice)
     tokens = loc.shape[0]
     one = _checked("k", k, tokens, k_buffer, k_scale_buffer, k_global_scale, scale_choice)
     other = _checked("v", v, tokens, v_buffer, v_scale_buffer, v_global_scale, scale_choice)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from numinous_kv_cache_4bit.kernels.codec import four_bit_format
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice, four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_write import (
     FEW_TOKENS,
     MANY_ROWS,
     ROPE_MODES,
-    ScaleChoice,
     Tile,
     kv4_write,
     reference,

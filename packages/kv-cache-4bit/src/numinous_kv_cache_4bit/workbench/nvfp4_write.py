@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
 from numinous_kv_cache_4bit.kernels.nvfp4_write import (
     BLOCK,
     TILE,
     WARPS,
-    ScaleChoice,
     nvfp4_write,
     reference,
     traffic,
