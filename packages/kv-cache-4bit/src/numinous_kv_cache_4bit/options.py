@@ -52,6 +52,13 @@ DECODE = {
 """The option of each feature with 4-bit rows."""
 
 NVFP4_TRITON = "kv4.nvfp4_triton"
+SLIDING_ARCHITECTURES = (
+    "GptOssForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+)
+"""Of the models that have a pool for sliding windows, the ones whose attention was read."""
 FP8, NVFP4 = "fp8", "nvfp4"
 NVFP4_KEYS = Option(
     name=f"{flag_of(NVFP4_TRITON)}_KEYS",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of ``kv4.nvfp4_triton``: the engine's MHA pool with packed E2M1 and E4M3 block scales in buffers of their own, keys in FP8 if so wanted.
+"""The pools of ``kv4.nvfp4_triton``: the engine's MHA pool with packed E2M1 and E4M3 block scales in buffers of their own, keys in FP8 if so wanted.
 
-Imported where the engine builds its pool, not before: its class derives from the engine's.
+Imported where the engine builds its pool, not before: the classes derive from the engine's.
 
 Whatever copies slots carries data and scales: moves, host copies of retracted requests. Registration for another server is refused.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
 from numinous_kv_cache_4bit.kernels import nvfp4_write
@@ -218,6 +219,75 @@ class Nvfp4Pool(MHATokenToKVPool):
 
     def get_contiguous_buf_infos(self) -> Any:
         raise RuntimeError(f"{NVFP4_TRITON}: disaggregation is not covered")
+
+
+class Nvfp4SwaPool(SWAKVPool):
+    """That of models with sliding windows: one `Nvfp4Pool` for full and one for sliding layers, each with slot ids of its own.
+
+    The engine translates ids for sliding layers before it writes or attends, and its own code moves and copies whole slots of both pools.
+
+    Args:
+        fp8_keys, scale_choice: of `Nvfp4Pool`.
+        named: of `SWAKVPool`, the geometry of sliding layers (`swa_head_num`, `swa_head_dim`) among them.
+    """
+
+    def __init__(self, *, fp8_keys: bool, scale_choice: ScaleChoice, **named: Any) -> None:
+        self.fp8_keys, self.scale_choice = fp8_keys, scale_choice
+        self._pool: Nvfp4Pool | None = None
+        super().__init__(
+            **named,
+            token_to_kv_pool_class=Nvfp4Pool,
+            shadowed=False,
+            fp8_keys=fp8_keys,
+            scale_choice=scale_choice,
+            enable_alt_stream=False,
+        )
+
+    def _of(self, layer_id: int) -> tuple[Nvfp4Pool, int, bool]:
+        at, sliding = self.layers_mapping[layer_id]
+        return self.swa_kv_pool if sliding else self.full_kv_pool, at, sliding
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        """`Nvfp4Pool.set_kv_buffer` of the layer's pool; `loc_info` has the ids of both."""
+        pool, at, sliding = self._of(layer.layer_id)
+        loc, swa_loc, _ = unwrap_write_loc(loc_info)
+        if sliding:
+            if swa_loc is None:
+                raise RuntimeError(f"{NVFP4_TRITON}: a write to a sliding layer without its ids")
+            loc = swa_loc
+        pool.set_kv_buffer(layer, loc, cache_k, cache_v, k_scale, v_scale, layer_id_override=at)
+
+    @contextmanager
+    def attending(self, layer_id: int, table: torch.Tensor, batch: Any) -> Iterator[None]:
+        """One layer's attention over a batch; see `Nvfp4Pool.attending`."""
+        self._pool, at, _ = self._of(layer_id)
+        try:
+            with self._pool.attending(at, table, batch):
+                yield
+        finally:
+            self._pool = None
+
+    def _attending_pool(self) -> Nvfp4Pool:
+        if self._pool is None:
+            raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
+        return self._pool
+
+    @property
+    def attended(self) -> Buffers:
+        """Those of the layer that is attended to."""
+        return self._attending_pool().attended
+
+    def decoded(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Nvfp4Pool.decoded`, of slots of the layer's pool."""
+        return self._attending_pool().decoded(slots)
 
 
 def write(
