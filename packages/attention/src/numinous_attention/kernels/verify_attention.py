@@ -14,13 +14,12 @@
             4.30 GB, 1.01 ms at 4.25 TB/s; 4 splits: 67 MB, 0.02 ms. FLOPs of 32 rows: 0.27 T, 0.35 ms at 790 TFLOP/s.
 
 D = D_v = 512, sm90, 32 rows × 32 keys, 4 warps: Q 32 KB, K and V 32 KB each, output 128 registers a thread, 255 in all: two programs a multiprocessor (200 of 227 KB, 65,280 of 65,536
-registers), of which one computes while the other waits for memory. 64 rows fill 8 warps, so one program. Cycles of a tile and what bounds it: docs/deep-dives/extend-512.md.
+registers), of which one computes while the other waits for memory. 64 rows would leave room for one program; they are two tiles, which read K and V from L2 together.
+What bounds a tile: docs/deep-dives/extend-512.md.
 *Arch*      see catalog.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 import triton
@@ -34,7 +33,6 @@ from numinous_attention.kernels.extend_attention import (
     _checked,
     _launch,
     _store,
-    parts,
     reference,
     traffic,
 )
@@ -79,11 +77,11 @@ def _join_parts_kernel(
     column = tl.arange(0, WIDE)
     out = tl.zeros([WIDE], tl.float32)
     for first in range(0, splits, LINES):
-        split = first + tl.arange(0, LINES)
-        own = tl.load(lines + split * heads, mask=split < splits, other=float("-inf"))
+        some = first + tl.arange(0, LINES)
+        own = tl.load(lines + some * heads, mask=some < splits, other=float("-inf"))
         # Not > -inf: a NaN is handed on.
         written = (own != float("-inf"))[:, None] & (column < DIM)[None, :]
-        line = (token * splits + split) * heads + head
+        line = (token * splits + some) * heads + head
         part = tl.load(part_ptr + line[:, None] * DIM + column[None, :], mask=written, other=0.0)
         out += tl.sum(part * tl.exp2(own - base)[:, None], axis=0)
     if lse_ptr is not None:
@@ -98,33 +96,32 @@ def _join_parts_kernel(
 
 # --- Launcher -------------------------------------------------------------------------------------------------------
 
+HOPPER = {
+    128: (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 3)),
+    256: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
+    512: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3)),
+}
 TILES: dict[str, dict[int, tuple[Tile, ...]]] = {
     # architecture -> the largest head dim that they are for -> tiles, by rows
-    "sm90": {
-        128: (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 3)),
-        256: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
-        512: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3), Tile(64, 32, 8, 2)),
-    },
-    "sm100": {
-        128: (Tile(16, 64, 4, 5), Tile(32, 64, 4, 5), Tile(64, 64, 4, 3)),
-        256: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
-        512: (Tile(16, 32, 4, 3), Tile(32, 32, 4, 3)),  # 64 rows want 528 of 512 columns of tensor memory
-    },
+    "sm90": HOPPER,
+    "sm100": HOPPER,
     "sm120": {
         128: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 5)),
         256: (Tile(16, 32, 4, 5), Tile(32, 32, 4, 5)),
         512: (Tile(16, 16, 4, 5), Tile(32, 16, 4, 5)),
     },
     "gfx950": {
-        128: (Tile(16, 64, 4, 1), Tile(32, 64, 4, 1), Tile(64, 64, 4, 1)),
-        256: (Tile(16, 32, 4, 1), Tile(32, 32, 4, 1), Tile(64, 32, 4, 1)),
+        128: (Tile(16, 64, 4, 2), Tile(32, 64, 4, 2), Tile(64, 64, 4, 1)),
+        256: (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(64, 32, 4, 1)),
         512: (Tile(16, 32, 4, 2), Tile(32, 32, 4, 2)),
     },
     # The interpreter: small, so that tests have several tiles.
     "cpu": {512: (Tile(16, 16, 4, 1),)},
-}  # fmt: skip
+}
 RESIDENT = 2  # programs of a multiprocessor
-START_TILES = 4  # what a program takes before and after its tiles, in tiles: derived, to be measured
+START_TILES = (
+    4  # what a program takes before and after its tiles, in tiles: derived, to be measured
+)
 ROUNDS = 4  # of programs on the multiprocessors, at most
 LINES = 8
 

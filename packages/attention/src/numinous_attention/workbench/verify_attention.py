@@ -153,13 +153,17 @@ def _binary(name: str, case: Case, *, quick: bool = False) -> TritonBinary:
 
     constants = {key: value for key, value in base.constants.items() if key not in ARCHS}
     constants |= {"SPLIT": True, "V1": parts(case.value_dim)[1], "sinks_ptr": None}
-    tensor = {"sm90": ("LDGSTS",), "gfx950": ("v_mfma",)}
+    # Copies that nobody waits for, products of the matrix units.
+    needed = {
+        **dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("LDGSTS",)),
+        "gfx950": ("v_mfma",),
+    }
     return dataclasses.replace(
         base,
         signature={**base.signature, "out_ptr": "*fp32"},
         constants={**constants, **{arch: layout(arch) for arch in ARCHS}},
         options={arch: options_of(arch, tile_on(arch)) for arch in ARCHS},
-        required=tensor,
+        required=needed,
         quick=quick,
     )
 
@@ -206,7 +210,9 @@ SMALL = (
     *(Case("4", "70", window=w, dim=16, splits=3) for w in (0, 15, 16, 17, 31, 32, 33)),
     Case("7_4", "39_0", mask="tree", causal=False, dim=32, splits=3),
     Case("8_8_8", "5_70_33", 8, 2, mask="tree", causal=False, dim=32, splits=4, ids="int64"),
-    Case("9", "45", mask="tree", causal=False, dim=32, lost=3, mask_prefix=True, window=20, splits=3),
+    Case(
+        "9", "45", mask="tree", causal=False, dim=32, lost=3, mask_prefix=True, window=20, splits=3
+    ),
     Case("16", "45", mask="span", dim=32, heads=1, window=16, splits=2),
     Case("5", "39", mask="nothing", causal=False, mask_prefix=True, sink=True, dim=16, splits=3),
     Case("9", "40", dim=256, kind="float32", cap=30.0, splits=2),
@@ -218,6 +224,7 @@ LARGE = (
     Case("4_4_4_4", "1600_0_90_700", 32, 4, 512, sink=True),
     Case("4_4_4_4", "1600_0_90_700", 32, 4, 512, pool="fp8", holes=True, splits=5),
     Case("8_8_8", "127_128_1290", 16, 2, 512, mask="tree", causal=False),
+    Case("1_1_1", "1600_90_700", 32, 4, 512),
     Case("16_16", "1000_30", 8, 1, 512, mask="tree", causal=False, mask_prefix=True),
     Case("3_1_4_2", "1500_900_40_1", 32, 16, 256, window=100, ids="int64", splits=3),
     Case("6_6_6", "511_512_513", 16, 4, 256, mask="tree", causal=False, window=200, lost=7),
@@ -231,21 +238,22 @@ LARGE = (
 
 
 def _bench_cases() -> tuple[Case, ...]:
-    def uniform(requests: int, chunk: int, prefix: int, *how: int, **also: Any) -> Case:
-        return Case("_".join([str(chunk)] * requests), "_".join([str(prefix)] * requests), *how, peers=True, **also)  # fmt: skip
+    def lengths(requests: int, chunk: int, prefix: int) -> tuple[str, str]:
+        return "_".join([str(chunk)] * requests), "_".join([str(prefix)] * requests)
 
+    many, tokens = lengths(32, 4, 16384)
     ragged = "_".join(str(1024 * (i + 1)) for i in range(32))
     return (
-        uniform(32, 4, 16384, 32, 4, 512),
-        uniform(32, 1, 16384, 32, 4, 512),
-        uniform(32, 8, 16384, 32, 4, 512),
-        uniform(32, 4, 16384, 32, 4, 512, mask="tree", causal=False),
-        uniform(32, 4, 16384, 32, 4, 512, pool="fp8"),
-        Case("_".join(["4"] * 32), ragged, 32, 4, 512, peers=True),
-        uniform(1, 4, 131072, 32, 4, 512),
-        uniform(32, 4, 16384, 32, 16, 256, window=1023),
-        uniform(32, 4, 16384, 32, 8, 256),
-        uniform(64, 4, 8192, 32, 8, 128),
+        Case(many, tokens, 32, 4, 512, peers=True),
+        Case(*lengths(32, 1, 16384), 32, 4, 512, peers=True),
+        Case(*lengths(32, 8, 16384), 32, 4, 512, peers=True),
+        Case(many, tokens, 32, 4, 512, mask="tree", causal=False, peers=True),
+        Case(many, tokens, 32, 4, 512, pool="fp8", peers=True),
+        Case(many, ragged, 32, 4, 512, peers=True),
+        Case(*lengths(1, 4, 131072), 32, 4, 512, peers=True),
+        Case(many, tokens, 32, 16, 256, window=1023, peers=True),
+        Case(many, tokens, 32, 8, 256, peers=True),
+        Case(*lengths(64, 4, 8192), 32, 8, 128, peers=True),
     )
 
 
@@ -278,7 +286,16 @@ OP = Op(
         "fa3": extend.OP.peers["fa3"],
     },
     binaries=(
-        _binary("d512", Case("4", "35", 8, 1, 512), quick=True),
+        _binary("d512", LARGE[0], quick=True),
+        _binary("d512_tree", LARGE[2]),
+        _binary("d512_fp8", LARGE[1]),
+        _binary("d512_one", LARGE[3]),
+        _binary("d256_window", LARGE[5]),
+        _binary("d256_cap", LARGE[7]),
+        _binary("d128", LARGE[8]),
+        _binary("d128_fp8", LARGE[9]),
+        _join("join_d512", 512, sink=True),
+        _join("join_d128", 128, sink=False),
     ),
     not_run=_not_run,
     bench_cases=_bench_cases(),
