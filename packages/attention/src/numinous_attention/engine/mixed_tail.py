@@ -9,7 +9,7 @@
 *Syncs*   None beyond stock's: all sizes come from the lengths that the batch has on the host.
 *Windows* A query of the tail sees the keys that prefill shows it: `sliding_window_size` before its own. Stock's Triton decode takes one fewer (fix 0080), so the tail's
           windows are made here, the same with the fix applied and without.
-*Bits*    Not stock's: another kernel, whose sums run in another order; with FP8 caches the two kernels also round queries and probabilities differently.
+*Bits*    Not stock's: another kernel, whose sums run in another order.
 *Ranks*   The split depends on the lengths of the batch alone, which all ranks share; nothing is communicated in between.
 """
 
