@@ -14,6 +14,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,7 +151,11 @@ def modules_of_engine() -> Any:
     """What the tests use of the engine, imported."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine's own, at import
-        from sglang.srt.layers.attention import flashattention_backend, triton_backend
+        from sglang.srt.layers.attention import (
+            attention_registry,
+            flashattention_backend,
+            triton_backend,
+        )
         from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
         from sglang.srt.mem_cache import kv_index_translator, memory_pool, swa_memory_pool
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -159,7 +164,7 @@ def modules_of_engine() -> Any:
         from numinous_attention.engine import per_layer_backend, two_backends
 
     return SimpleNamespace(
-        flash=flashattention_backend, triton=triton_backend, setup=attention_backend_setup, ours=per_layer_backend,
+        registry=attention_registry, flash=flashattention_backend, triton=triton_backend, setup=attention_backend_setup, ours=per_layer_backend,
         two=two_backends, pools=memory_pool, swa=swa_memory_pool, index=kv_index_translator, Mode=ForwardMode,
         Layer=RadixAttention, Type=AttentionType,
     )  # fmt: skip
@@ -204,6 +209,7 @@ def engine() -> Iterator[Any]:
     patch.setattr(modules.index, "create_flashinfer_kv_indices_triton", FillIndices())
     patch.setattr(modules.flash, "normal_decode_set_metadata", decode_pages)
     patch.setattr(modules.flash, "get_device_capability", lambda *device: (9, 0))
+    patch.setattr(modules.registry, "get_device_capability", lambda *device: (9, 0))
     patch.setattr(modules.triton, "get_device_core_count", lambda *device: 0)
     with launched("cpu"):
         yield modules
@@ -448,3 +454,19 @@ def hopper(request: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     monkeypatch.setattr(engine.triton, "get_num_kv_splits_triton", None)
+
+
+# --- Served ---------------------------------------------------------------------------------------------------------
+
+
+def save_gemma(path: Path, window: int, layers: int) -> Path:
+    """A random Gemma 3 in fp32 for the engine on the CPU; every second layer from the first has a window of so many tokens."""
+    transformers = pytest.importorskip("transformers", reason="engine tests need transformers")
+    torch.manual_seed(7)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, sliding_window=window, max_position_embeddings=4096,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+    )  # fmt: skip
+    transformers.Gemma3ForCausalLM(config).to(torch.float32).save_pretrained(path)
+    return path

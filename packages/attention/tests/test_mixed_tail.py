@@ -7,6 +7,7 @@ interpreter, on a GPU all kernels are the engine's.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def make_of(engine: Any, kind: str) -> Callable[[Any], Any]:
     """Builds a backend."""
     return {
         "triton": engine.triton.TritonAttnBackend,
-        "fa3": engine.flash.FlashAttentionBackend,
+        "fa3": engine.registry.create_flashattention_v3_backend,
         "both": ours(engine),
     }[kind]
 
@@ -70,15 +71,22 @@ def hook(engine: Any, monkeypatch: Any, module: Any = mixed_tail) -> None:
         return lambda *given, **named: call(inner, *given, **named)
 
     def after(call: Any, inner: Any) -> Any:
-        return lambda *given, **named: call(inner(*given, **named), *given, **named)
+        def run(*given: Any, **named: Any) -> Any:
+            result = inner(*given, **named)
+            changed = call(result, *given, **named)
+            return result if changed is None else changed
 
-    classes = {"Triton": engine.triton.TritonAttnBackend, "Flash": engine.flash.FlashAttentionBackend}  # fmt: skip
+        return run
+
     for patch in FEATURE.patches:
-        of, _, name = patch.target.partition(":")[2].partition(".")
-        cls = next(cls for word, cls in classes.items() if of.startswith(word))
+        path, _, qualified = patch.target.partition(":")
+        owner: Any = sys.modules[path]
+        *classes, name = qualified.split(".")
+        for each in classes:
+            owner = getattr(owner, each)
         call = getattr(module, patch.call.partition(":")[2])
         wrap = {"around": around, "after": after}[patch.kind]
-        monkeypatch.setattr(cls, name, wrap(call, getattr(cls, name)))
+        monkeypatch.setattr(owner, name, wrap(call, getattr(owner, name)))
 
 
 @pytest.fixture
@@ -427,6 +435,16 @@ def test_batches_that_are_left_to_stock(mixing: Any, monkeypatch: Any) -> None:
 
 # --- Boot -----------------------------------------------------------------------------------------------------------
 
+
+def judge_of(kind: str) -> Callable[[Any, Any], None]:
+    """What judges a backend when it is built."""
+    return (
+        mixed_tail.after_flash
+        if kind == "fa3"
+        else functools.partial(mixed_tail.after_triton, None)
+    )
+
+
 BOOT: dict[str, tuple[str, Callable[[Any], None]]] = {
     "speculative decoding": ("triton", lambda runner: setattr(runner, "is_draft_worker", True)),
     "cross attention": ("triton", lambda runner: setattr(runner.model_config, "is_encoder_decoder", True)),
@@ -440,11 +458,10 @@ def test_runners_that_are_refused(says: str, mixing: Any) -> None:
     kind, change = BOOT[says]
     runner = runner_of(mixing, 1)
     backend = make_of(mixing, kind)(runner)
-    after = mixed_tail.after_flash if kind == "fa3" else mixed_tail.after_triton
-    after(None, backend, runner)
+    judge_of(kind)(backend, runner)
     change(runner)  # its backend is built: the engine itself would not get so far
     with pytest.raises(SystemExit, match=says) as stop:
-        after(None, backend, runner)
+        judge_of(kind)(backend, runner)
     assert "\n" not in str(stop.value)
     assert str(stop.value).endswith("unset NUMINOUS_ATTENTION_MIXED_TAIL")
 
@@ -470,9 +487,7 @@ def test_backends_that_are_refused(says: str, mixing: Any, monkeypatch: Any) -> 
     for name, value in changes.items():
         monkeypatch.setattr(backend, name, value)
     with pytest.raises(SystemExit, match=says):
-        (mixed_tail.after_flash if kind == "fa3" else mixed_tail.after_triton)(
-            None, backend, runner
-        )
+        judge_of(kind)(backend, runner)
 
 
 def test_launches_without_mixed_batches_are_refused(engine: Any) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,11 @@ def after_triton(result: None, backend: Any, model_runner: Any, *args: Any, **na
         )
 
 
-def after_flash(result: None, backend: Any, model_runner: Any, *args: Any, **named: Any) -> None:
-    """`FlashAttentionBackend.__init__`."""
+def after_flash(backend: Any, model_runner: Any) -> None:
+    """A FlashAttention-3 backend, as the engine's registry builds it.
+
+    Its module cannot be imported everywhere that the Triton backend serves, so the hooks are on the object and not on the class.
+    """
     judge_backend(backend, model_runner)
     if backend.fa_impl_ver != 3:
         refuse(
@@ -63,6 +67,17 @@ def after_flash(result: None, backend: Any, model_runner: Any, *args: Any, **nam
         refuse("embedding models skip the cache that a decode reads")
     if backend.attn_cp_size > 1:
         refuse("context parallelism is not covered")
+    prepare, stock = backend.init_forward_metadata, backend.forward_extend
+
+    def init_forward_metadata(forward_batch: Any) -> None:
+        prepare(forward_batch)
+        split_flash(backend, forward_batch)
+
+    def forward_extend(*given: Any, **named: Any) -> Any:
+        made = extend(stock, backend.forward_decode, backend, *given, **named)
+        return made.flatten(1)  # as its own, whatever the shape of q
+
+    backend.init_forward_metadata, backend.forward_extend = init_forward_metadata, forward_extend
 
 
 def judge_backend(backend: Any, runner: Any) -> None:
@@ -231,8 +246,8 @@ def _triton_tail(original: Callable[..., None], backend: Any, tail: Any) -> Any:
     return dataclasses.replace(made, window_kv_indptr=indptr, window_kv_indices=ids)
 
 
-def after_flash_metadata(result: None, backend: Any, batch: Any) -> None:
-    """`FlashAttentionBackend.init_forward_metadata`: page tables have a row per request, so both parts are rows of stock's."""
+def split_flash(backend: Any, batch: Any) -> None:
+    """FlashAttention-3: page tables have a row per request, so both parts are rows of stock's."""
     backend.numinous_tail = None
     if (first := first_of_tail(batch)) is None:
         return
@@ -275,17 +290,9 @@ def around_triton_extend(
     """`TritonAttnBackend.forward_extend`."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    return extend(original, TritonAttnBackend.forward_decode, backend, *given, **named)
-
-
-def around_flash_extend(
-    original: Callable[..., Any], backend: Any, *given: Any, **named: Any
-) -> Any:
-    """`FlashAttentionBackend.forward_extend`."""
-    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
-
-    made = extend(original, FlashAttentionBackend.forward_decode, backend, *given, **named)
-    return made.flatten(1)  # as its own, whatever the shape of q
+    # Of the class: a subclass may choose between backends there, which is done for this call.
+    decode = functools.partial(TritonAttnBackend.forward_decode, backend)
+    return extend(functools.partial(original, backend), decode, backend, *given, **named)
 
 
 def extend(
@@ -300,15 +307,15 @@ def extend(
     save_kv_cache: bool = True,
     **more: Any,
 ) -> Any:
-    """A layer of a batch: its head by `original`, its tail by `decode`, both functions of the backend's class, into one output."""
+    """A layer of a batch: its head by `original`, its tail by `decode`, into one output."""
     split = backend.numinous_tail
     if (
         split is None or backend.forward_metadata is not split.whole
     ):  # no tail, or a graph's metadata
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
+        return original(q, k, v, layer, forward_batch, save_kv_cache, **more)
     if reason := uncovered(backend, split, q, layer, more):
         count.refused(reason)
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
+        return original(q, k, v, layer, forward_batch, save_kv_cache, **more)
     out = forward_batch._attn_output
     if out is None:
         wide = (len(q), layer.tp_q_head_num * layer.v_head_dim)
@@ -322,9 +329,7 @@ def extend(
         batch._attn_output = there = out[rows]
         backend.forward_metadata = metadata
         try:
-            made = forward(
-                backend, q[rows], cut(k, rows), cut(v, rows), layer, batch, save_kv_cache, **more
-            )
+            made = forward(q[rows], cut(k, rows), cut(v, rows), layer, batch, save_kv_cache, **more)
         finally:
             backend.forward_metadata = split.whole
         if made.data_ptr() != there.data_ptr():

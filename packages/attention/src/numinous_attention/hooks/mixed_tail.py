@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declaration of ``attention.mixed_tail``: decoding requests that ride in a prefill batch attend as a decode does.
 
-*Seam*      `init_forward_metadata` and `forward_extend` of the Triton and the FlashAttention-3 backend.
+*Seam*      `init_forward_metadata` and `forward_extend`: of the Triton backend's class, and of the FlashAttention-3 backend that the engine's registry builds.
 *Why*       ``--enable-mixed-chunk`` appends the running requests to each chunk of prefill, one token each. Stock 0.5.20 gives them to its prefill kernel: a tile of
             32 to 128 rows for the one row, keys of a long context walked by one program with no split, and in Triton read once for every query head.
             Its own decode kernel, which splits keys and reads them once for a group, gets no such batch.
@@ -22,23 +22,9 @@ from numinous_tooling.patching.serve_command import ServeCommand
 
 ENGINE = "sglang.srt"
 OURS = "numinous_attention.engine.mixed_tail"
+REGISTRY = f"{ENGINE}.layers.attention.attention_registry"
 TRITON = f"{ENGINE}.layers.attention.triton_backend:TritonAttnBackend"
 FLASH = f"{ENGINE}.layers.attention.flashattention_backend:FlashAttentionBackend"
-
-TRITON_PINS = {
-    "__init__": Pin(f"{TRITON}.__init__", {STOCK: "6cc08abb69138bad"}),
-    # The fix changes windows of decode, which are made here.
-    "init_forward_metadata": Pin(
-        f"{TRITON}.init_forward_metadata",
-        {STOCK: "78f4c6b8116823b9", f"{STOCK} + upstream.triton_decode_window": "ec1a1b3bae1593b6"},
-    ),
-    "forward_extend": Pin(f"{TRITON}.forward_extend", {STOCK: "200453b6528d8834"}),
-}
-FLASH_PINS = {
-    "__init__": Pin(f"{FLASH}.__init__", {STOCK: "626212838b44cd0a"}),
-    "init_forward_metadata": Pin(f"{FLASH}.init_forward_metadata", {STOCK: "f8fdf08059ec9a26"}),
-    "forward_extend": Pin(f"{FLASH}.forward_extend", {STOCK: "f2306ab53b367d45"}),
-}
 
 FEATURE = Feature(
     id=MIXED_TAIL,
@@ -50,7 +36,7 @@ FEATURE = Feature(
             target=f"{TRITON}.__init__",
             kind="after",
             call=f"{OURS}:after_triton",
-            pins=(TRITON_PINS["__init__"],),
+            pins=(stock_pin(f"{TRITON}.__init__", "6cc08abb69138bad"),),
         ),
         Hook(
             id=f"{MIXED_TAIL}.02",
@@ -58,7 +44,11 @@ FEATURE = Feature(
             kind="around",
             call=f"{OURS}:around_triton_metadata",
             pins=(
-                TRITON_PINS["init_forward_metadata"],
+                Pin(
+                    f"{TRITON}.init_forward_metadata",
+                    # The fix changes windows of decode, which are made here.
+                    {STOCK: "78f4c6b8116823b9", f"{STOCK} + upstream.triton_decode_window": "ec1a1b3bae1593b6"},
+                ),
                 stock_pin(f"{TRITON}._fill_kv_indptr_and_indices", "84a1bec2748b744c"),
                 stock_pin(f"{TRITON}.get_num_kv_splits", "598dcff34ebbaf5c"),
                 # Which keys a window holds, and how slots are named.
@@ -76,7 +66,7 @@ FEATURE = Feature(
             kind="around",
             call=f"{OURS}:around_triton_extend",
             pins=(
-                TRITON_PINS["forward_extend"],
+                stock_pin(f"{TRITON}.forward_extend", "200453b6528d8834"),
                 stock_pin(f"{TRITON}.forward_decode", "f4d2bb84d1cb385e"),
                 stock_pin(f"{TRITON}._set_kv_buffer", "b7201d9d7c3e1ccf"),
                 # Who calls it, with which output; and who leaves a mask behind the metadata.
@@ -86,30 +76,22 @@ FEATURE = Feature(
         ),
         Hook(
             id=f"{MIXED_TAIL}.04",
-            target=f"{FLASH}.__init__",
+            target=f"{REGISTRY}:create_flashattention_v3_backend",
             kind="after",
             call=f"{OURS}:after_flash",
-            pins=(FLASH_PINS["__init__"],),
-        ),
-        Hook(
-            id=f"{MIXED_TAIL}.05",
-            target=f"{FLASH}.init_forward_metadata",
-            kind="after",
-            call=f"{OURS}:after_flash_metadata",
             pins=(
-                FLASH_PINS["init_forward_metadata"],
-                stock_pin(f"{FLASH}._compute_scheduler_metadata", "72cd21cf6d44197b"),
-            ),
-        ),
-        Hook(
-            id=f"{MIXED_TAIL}.06",
-            target=f"{FLASH}.forward_extend",
-            kind="around",
-            call=f"{OURS}:around_flash_extend",
-            pins=(
-                FLASH_PINS["forward_extend"],
-                stock_pin(f"{FLASH}.forward_decode", "04fdb55d484c0d78"),
-                stock_pin(f"{FLASH}.prepare_paged_mha_query", "2a8833fe1bb7454c"),
+                stock_pin(f"{REGISTRY}:create_flashattention_v3_backend", "8d231b7bc1d44d91"),
+                *(
+                    stock_pin(f"{FLASH}.{name}", digest)
+                    for name, digest in (
+                        ("__init__", "626212838b44cd0a"),
+                        ("init_forward_metadata", "f8fdf08059ec9a26"),
+                        ("_compute_scheduler_metadata", "72cd21cf6d44197b"),
+                        ("prepare_paged_mha_query", "2a8833fe1bb7454c"),
+                        ("forward_extend", "f2306ab53b367d45"),
+                        ("forward_decode", "04fdb55d484c0d78"),
+                    )
+                ),
             ),
         ),
     ),
