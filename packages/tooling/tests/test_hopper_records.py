@@ -4,7 +4,6 @@
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
