@@ -53,7 +53,6 @@ struct Tensor {
   std::vector<uint16_t> writer;  // of two bytes of shared memory: thread + 1 where no proxy fence came after
 };
 inline Tensor tensor;
-inline bool eager = false;
 
 inline void start_tensor(unsigned threads, unsigned shared) {
   tensor = Tensor{};

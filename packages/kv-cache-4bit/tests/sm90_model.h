@@ -3,8 +3,9 @@
 // A model of one block of sm_90a on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
 // thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
 // their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
-// What is not: the order of asynchronous reads, proxies, register handover, time. Shared memory starts as NaN. Rows that are asked for in
-// L2 are only counted: one that is not read afterwards is a fault.
+// Products are done when they are waited for, or, eager, at once: what they read must stand still in between. What is not modelled: proxies,
+// register handover, time. Shared memory starts as NaN. Rows that are asked for in L2 are only counted: one that is not read afterwards
+// is a fault.
 
 #pragma once
 
@@ -15,6 +16,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -52,6 +54,7 @@ struct Block {
   std::map<uint32_t, MBarrier> barriers;
   std::map<int, Named> named;
   std::vector<Exchange> warps;
+  std::vector<std::vector<std::function<void()>>> products;  // of each thread, under way
   std::set<const uint8_t*> asked;  // rows that should be on their way to L2
   long idle = 0;
   bool moved = false;
@@ -60,6 +63,7 @@ struct Block {
 inline Block block;
 inline Index block_index{};
 inline long rows_asked = 0;  // of all blocks
+inline bool eager = false;  // products are done as early as they may be
 constexpr long kPatience = 2;  // turns of all threads without any progress
 
 inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
@@ -145,7 +149,12 @@ inline void start_next_grid() {}
 inline void fence_for_wgmma() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
-inline void wgmma_wait() {}
+inline void wgmma_wait() {  // by a warp together: what one lane says afterwards, it says for all
+  auto& products = model::block.products[model::block.current];
+  for (const auto& product : products) product();
+  products.clear();
+  model::exchanged(0, 0);
+}
 template <int kCount> void hold(float (&)[kCount]) {}
 template <int> void more_registers() {}
 template <int> void fewer_registers() {}
@@ -225,7 +234,7 @@ inline float operand(uint64_t descriptor, bool mn_major, int outer, int inner) {
 }
 
 template <bool kMnMajorA, bool kMnMajorB, int kRegisters>
-void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
+void multiply_add(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
   const int thread = int(model::block.current % 128), warp = thread / 32, lane = thread % 32;
   float rows[2][16];
   for (int r = 0; r < 2; ++r)
@@ -243,6 +252,12 @@ void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
     }
 }
 
+template <bool kMnMajorA, bool kMnMajorB, int kRegisters>
+void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
+  if (model::eager) return multiply_add<kMnMajorA, kMnMajorB>(d, a, b, add);
+  model::block.products[model::block.current].push_back([&d, a, b, add] { multiply_add<kMnMajorA, kMnMajorB>(d, a, b, add); });
+}
+
 }  // namespace numinous
 
 namespace model {
@@ -250,6 +265,7 @@ namespace model {
 inline void (*body)();
 inline void start() {
   body();
+  if (!block.products[block.current].empty()) fail("products that nobody waits for");
   block.done[block.current] = true;
   progress();
   while (true) yield();
@@ -264,6 +280,7 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
   block.contexts.resize(threads);
   block.done.assign(threads, false);
   block.warps.resize(threads / 32);
+  block.products.resize(threads);
   constexpr size_t kStack = 96 * 1024;
   for (unsigned i = 0; i < threads; ++i) {
     block.stacks.emplace_back(new char[kStack]);

@@ -44,6 +44,7 @@ extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return
 extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
   return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
 }
+extern "C" void be_eager(int eager) { model::eager = eager != 0; }
 extern "C" long rows_asked() { return model::rows_asked; }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
 """
@@ -71,12 +72,16 @@ MODELLED = [
 
 @pytest.mark.parametrize("case", MODELLED, ids=case_id)
 def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
-    """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions."""
-    if case.width in (288, 528) and not selection(request.config).full:
+    """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions. Products are done as late as they
+    may be; under --full as early as they may be, too."""
+    full = selection(request.config).full
+    if case.width in (288, 528) and not full:
         pytest.skip("not in the quick selection: --full compiles and runs rows without rope")
-    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
-    got = run_model(compiled(case.width), case, inputs)
-    OP.compare(case, got, OP.reference(case, inputs))
+    library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    for eager in (1, 0) if full else (0,):
+        library.be_eager(eager)
+        OP.compare(case, run_model(library, case, inputs), want)
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
@@ -125,6 +130,8 @@ FAULTS = {
     "the other warpgroup's maximum is not taken": ("{maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]}", "{most[0], most[1]}"),
     "P is overwritten while it is read": ("      barrier_wait(empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);  // by", "      // by"),
     "the last tile of the other warpgroup is left out": ("(turns - 1 & 1) != half", "false"),
+    "a tile is given back with products under way": ("    wgmma_wait();\n    hold(o[0]);\n    hold(o[1]);\n    if", "    if"),
+    "scores are read while they are under way": ("    wgmma_wait();\n    hold(s);\n\n    float now", "    float now"),
     "P not awaited": ("    barrier_wait(weighed, turn & 1);\n  };", "  };"),
     "a tile is given back too early": ("    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);", ""),
     "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (turn & 1));", ""),
@@ -148,7 +155,7 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
         case = Case(1, 5, 400, splits=19)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
-    with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for"):
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for|nobody waits"):
         OP.compare(case, run_model(compiled(case.width, FAULTS[fault]), case, inputs), want)
 
 

@@ -89,7 +89,7 @@ def test_debug_dump_on_the_model(
     """What the debug script prints of this source."""
     if not selection(request.config).full:
         pytest.skip("not in the quick selection: --full compiles and runs it")
-    fault = ("(scale.y * kScaleUnit, scale.y * kScaleUnit)", "(scale.x * kScaleUnit, scale.x * kScaleUnit)")  # fmt: skip
+    fault = ("bf16_pair(size[1], size[1])", "bf16_pair(size[0], size[0])")  # fmt: skip
     check_debug_script(compiled, "mma", fault, monkeypatch, capsys)
 
 
