@@ -20,7 +20,7 @@ from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
 from numinous_kv_cache_4bit.kernels import nvfp4_write
 from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
 from numinous_kv_cache_4bit.options import NVFP4_TRITON
-from numinous_tooling.numerics import NVFP4_BLOCK, decode_e4m3fn, dequantize_nvfp4
+from numinous_tooling.numerics import NVFP4_BLOCK, dequantize_nvfp4
 
 HostCopy = list[list[list[torch.Tensor]]]
 Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -306,9 +306,9 @@ def read(
     buffers: Buffers, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of slots, [n, heads, D], exactly."""
-    k, v, k_scales, v_scales = (None if each is None else each[slots] for each in buffers)
+    k, v, k_scales, v_scales = buffers
     if k_scales is None:
-        keys = decode_e4m3fn(k).to(dtype)
+        keys = k[slots].view(torch.float8_e4m3fn).to(dtype)
     else:
-        keys = dequantize_nvfp4(k, k_scales, dtype=dtype)
-    return keys, dequantize_nvfp4(v, v_scales, dtype=dtype)
+        keys = dequantize_nvfp4(k[slots], k_scales[slots], dtype=dtype)
+    return keys, dequantize_nvfp4(v[slots], v_scales[slots], dtype=dtype)
