@@ -51,7 +51,7 @@ from numinous_kv_cache_4bit.kernels.codec import (
     pack_e2m1,
     search_scale,
 )
-from numinous_tooling.device.convert import decode_e4m3fn, encode_e4m3fn
+from numinous_tooling.device.convert import decode_e4m3fn, encode_e4m3fn_pairs
 from numinous_tooling.numerics import decode_e4m3fn as decode_codes
 from numinous_tooling.numerics import encode_e2m1, pack_nibbles, quantize_fp8_tensor, quantize_nvfp4
 from numinous_tooling.numerics import encode_e4m3fn as encode_values
@@ -246,9 +246,8 @@ def _write_fp8(
     inverse,
     NATIVE: tl.constexpr,
 ):
-    even = encode_e4m3fn(low.to(tl.float32, bitcast=True) * inverse, NATIVE > 0)
-    odd = encode_e4m3fn(high.to(tl.float32, bitcast=True) * inverse, NATIVE > 0)
-    pair = even.to(tl.uint16) | (odd.to(tl.uint16) << 8)
+    even, odd = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    pair = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
     keep = (loc > 0) & (loc < slots)
     to = buffer_ptr + loc * buffer_slot_stride + head * buffer_head_stride + column * 16
     to = to.to(tl.pointer_type(tl.uint16))
