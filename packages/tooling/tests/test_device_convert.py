@@ -92,6 +92,16 @@ def decode_kernel(
     tl.store(nibble_ptr + 2 * at + 1, odd, mask=mask)
 
 
+@triton.jit
+def pairs_kernel(low_ptr, high_ptr, pair_ptr, n, NATIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """uint16 of two E4M3 codes; eight of them in a thread, as `nvfp4_write` stores keys."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    mask = at < n
+    low = tl.load(low_ptr + at, mask=mask, other=0.0)
+    high = tl.load(high_ptr + at, mask=mask, other=0.0)
+    tl.store(pair_ptr + at, convert.encode_e4m3fn_pairs(low, high, NATIVE), mask=mask)
+
+
 # --- Cases and reference ----------------------------------------------------------------------------------------------
 
 ENCODERS = {
@@ -321,6 +331,32 @@ def test_the_interpreters_own_casts_are_seen(name):
     native = run_kernels(case, inputs, True)
     with pytest.raises(AssertionError, match=rf"^{name}\["):
         compare(case, {**want, name: native[name]}, want)
+
+
+def check_pairs(device, native):
+    for name in ("boundaries", "exponents"):
+        low = make_inputs(Case(name), 0, CPU)["x"]
+        high = low.flip(0)
+        low[:2], high[:2] = torch.tensor([NAN, 1.0]), torch.tensor([1.0, NAN])
+        codes = [numerics.encode_e4m3fn(x).to(torch.int32) for x in (low, high)]
+        want = codes[0] | codes[1] << 8
+        pairs = torch.full((len(low),), 0x5AA5, dtype=torch.int16, device=device)
+        grid = (triton.cdiv(len(low), BLOCK),)
+        pairs_kernel[grid](low.to(device), high.to(device), pairs.view(torch.uint16), len(low), NATIVE=native, BLOCK=BLOCK)  # fmt: skip
+        got = pairs.cpu().to(torch.int32) & 0xFFFF
+        wrong = (got != want).nonzero().flatten()
+        assert not len(wrong), f"{len(wrong)} of {len(low)}, first {int(wrong[0])}: {int(got[wrong[0]]):#x}, want {int(want[wrong[0]]):#x}"  # fmt: skip
+
+
+@pytest.mark.tier("interpret")
+def test_pairs_of_e4m3():
+    check_pairs(CPU, False)
+
+
+@pytest.mark.tier("device")
+@pytest.mark.parametrize("native", [False, True])
+def test_pairs_of_e4m3_on_the_gpu(gpu, native):
+    check_pairs(gpu, native and not wrong_arch(OP.implementations["native"].archs))
 
 
 @pytest.mark.tier("device")
