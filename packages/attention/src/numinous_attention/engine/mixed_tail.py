@@ -148,7 +148,7 @@ class Split:
 
 
 def first_of_tail(batch: Any) -> int | None:
-    """How many requests stand before the trailing ones of one token; None where the batch has no tail or is not plain prefill."""
+    """How many requests stand before the trailing ones of one token; None where nothing is mixed, or the batch is not plain prefill."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
@@ -160,7 +160,7 @@ def first_of_tail(batch: Any) -> int | None:
     first = len(lengths)
     while first and lengths[first - 1] == 1:
         first -= 1
-    if first == len(lengths):
+    if first in (0, len(lengths)):  # warm-ups of the engine have requests of one token alone
         return None
     if len(lengths) != batch.batch_size or batch.spec_info is not None:
         count.refused("padded" if batch.spec_info is None else "speculative")
@@ -329,8 +329,6 @@ def extend(
     parts = zip(split.of(forward_batch), (split.head, split.tail), (original, decode), strict=True)
     for number, (batch, metadata, forward) in enumerate(parts):
         rows = slice(split.rows, None) if number else slice(0, split.rows)
-        if not batch.batch_size:
-            continue  # every request has one token
         batch.out_cache_loc = forward_batch.out_cache_loc[rows]
         batch._attn_output = there = answers[rows]
         backend.forward_metadata = metadata
