@@ -15,6 +15,14 @@ KERNELS = (
         peers=("sglang", "flashinfer-fa2", "fa3"),
     ),
     Kernel(
+        op="verify_attention",
+        package="attention",
+        declared="numinous_attention.workbench.verify_attention:OP",
+        sentence="Attends from a few draft tokens a request, chains or trees, over long cached prefixes that are split over programs and joined by lse; head dims to 512.",
+        arch=dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled"),
+        peers=("sglang", "sglang-splitkv", "sglang-decode", "flashinfer-fa2", "fa3"),
+    ),
+    Kernel(
         op="qk_norm_rope_store",
         package="attention",
         declared="numinous_attention.workbench.qk_norm_rope_store:OP",

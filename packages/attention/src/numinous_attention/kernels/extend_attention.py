@@ -262,16 +262,16 @@ def _attend(
 
 
 @triton.jit
-def _store(at, values, mask, NATIVE: tl.constexpr, TYPE: tl.constexpr):
+def _store(at, values, mask, NATIVE: tl.constexpr):
     if NATIVE:
-        tl.store(at, values.to(TYPE), mask=mask)
+        tl.store(at, values.to(at.dtype.element_ty), mask=mask)
     elif at.dtype.element_ty == tl.bfloat16:
         tl.store(at, encode_bf16(values).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(at, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["heads", "batch", "tokens", "listed", "slots", "window"])
+@triton.jit(do_not_specialize=["heads", "batch", "tokens", "listed", "slots", "window", "splits"])
 def _extend_attention_kernel(
     q_ptr,
     k_ptr,
@@ -285,8 +285,8 @@ def _extend_attention_kernel(
     mask_indptr_ptr,
     mask_offsets_ptr,
     sinks_ptr,  # [heads] fp32 or bf16, or None
-    out_ptr,
-    lse_ptr,  # [tokens, heads] fp32, or None
+    out_ptr,  # with SPLIT [tokens, splits · heads, D_v] fp32
+    lse_ptr,  # [tokens, heads] fp32, or None; with SPLIT [tokens, splits, heads] to base 2
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -305,6 +305,7 @@ def _extend_attention_kernel(
     listed,  # ids
     slots,
     window,
+    splits,
     prefix_factor,  # of scores, for the exponent to base 2
     chunk_factor,
     cap,  # logit cap · log2(e)
@@ -312,12 +313,13 @@ def _extend_attention_kernel(
     GROUP: tl.constexpr,  # query heads of a KV head
     D0: tl.constexpr,
     D1: tl.constexpr,
-    V0: tl.constexpr,  # values of V of a program; program_id(2) · V0 is its first
+    V0: tl.constexpr,  # values of V of a program; without SPLIT program_id(2) · V0 is its first
     V1: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     MASK_PREFIX: tl.constexpr,
+    SPLIT: tl.constexpr,  # program_id(2) is a split of the prefix; the chunk is the last one's
     SKIP: tl.constexpr,  # False only in a test
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -329,6 +331,9 @@ def _extend_attention_kernel(
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     v_first = tl.program_id(2) * V0
+    split = tl.program_id(2)
+    if SPLIT:
+        v_first = 0
     low = tl.program_id(0) * 0
     high = low + batch
     while high - low > 1:
@@ -375,7 +380,13 @@ def _extend_attention_kernel(
     lowest = 0
     if WINDOW and SKIP:
         lowest = tl.maximum(prefix + first - window, 0) // KEYS * KEYS
-    for start in range(lowest, prefix, KEYS):
+    highest = prefix
+    if SPLIT:
+        # Of equal tiles, of which the chunk is one.
+        tiles = tl.cdiv(tl.maximum(prefix - lowest, 0), KEYS).to(tl.int64) + 1
+        highest = tl.minimum(prefix, lowest + (tiles * (split + 1) // splits).to(tl.int32) * KEYS)
+        lowest += (tiles * split // splits).to(tl.int32) * KEYS
+    for start in range(lowest, highest, KEYS):
         at = start + tl.arange(0, KEYS)
         inside = at < prefix
         ids = tl.load(kv_indices_ptr + listed_begin + at, mask=inside, other=-1).to(tl.int64)
@@ -404,7 +415,10 @@ def _extend_attention_kernel(
     highest = chunk
     if CAUSAL and SKIP:
         highest = last + 1
-    for start in range(lowest, highest, KEYS):
+    if SPLIT:
+        highest = tl.where(split == splits - 1, highest, 0)
+    # A split's chunk is a tile: buffers for more would take shared memory from the prefix.
+    for start in tl.range(lowest, highest, KEYS, num_stages=1 if SPLIT else None):
         at = start + tl.arange(0, KEYS)
         valid = at < chunk
         seen = valid[None, :]
@@ -428,7 +442,10 @@ def _extend_attention_kernel(
     none = total == 0.0
     if lse_ptr is not None:
         lse = tl.where(none, float("-inf"), base + tl.log2(tl.where(none, 1.0, total)))
-        tl.store(lse_ptr + (begin + token) * heads + head, lse * 0.6931471805599453, mask=live)
+        if SPLIT:
+            tl.store(lse_ptr + ((begin + token) * splits + split) * heads + head, lse, mask=live)
+        else:
+            tl.store(lse_ptr + (begin + token) * heads + head, lse * 0.6931471805599453, mask=live)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=live, other=float("-inf"))
         total += tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - base)
@@ -439,9 +456,12 @@ def _extend_attention_kernel(
         + (begin + token)[:, None] * out_token_stride
         + head[:, None] * out_head_stride
     )
-    _store(to + tl.arange(0, V0)[None, :], acc0 * share, live[:, None], NATIVE, TYPE)
+    if SPLIT:
+        to += split * heads * out_head_stride
+        live = live & (total != 0.0)  # what an empty split leaves is not read
+    _store(to + tl.arange(0, V0)[None, :], acc0 * share, live[:, None], NATIVE)
     if V1:
-        _store(to + V0 + tl.arange(0, V1)[None, :], acc1 * share, live[:, None], NATIVE, TYPE)
+        _store(to + V0 + tl.arange(0, V1)[None, :], acc1 * share, live[:, None], NATIVE)
 
 
 # --- Launcher -------------------------------------------------------------------------------------------------------
@@ -507,7 +527,8 @@ def options_of(arch: str, tile: Tile) -> dict[str, int]:
     return {"num_warps": tile.warps, "num_stages": tile.stages, **amd}
 
 
-def _launch(call: _Call, *, skip: bool = True) -> None:
+def _launch(call: _Call, *, tile: Tile | None = None, splits: int = 1, skip: bool = True) -> None:
+    """Start the kernel. With more than one split, `call` has room for parts in `out` and `lse`, no sinks, and the tile has no halves."""
     q, k, v, k_pool, v_pool = call.q, call.k, call.v, call.k_pool, call.v_pool
     tokens, heads, dim = q.shape
     kv_heads, dim_v = v.shape[1], v.shape[2]
@@ -515,12 +536,12 @@ def _launch(call: _Call, *, skip: bool = True) -> None:
     arch = _arch(q.device)
     # Operands of fp32 products lie in registers and take twice the shared memory: every GPU has room for the smallest tile.
     exact = q.dtype == torch.float32
-    tile = tile_of("cpu" if exact else arch, dim, dim_v, call.mask is not None)
+    tile = tile or tile_of("cpu" if exact else arch, dim, dim_v, call.mask is not None)
     d0, d1 = parts(dim)
     v0, v1 = parts(dim_v)
     halves = 2 if tile.halves and v1 == v0 else 1
     factor = call.sm_scale * (2 / call.logit_cap if call.logit_cap else 1.0) * LOG2E
-    _extend_attention_kernel[(tokens * group // tile.rows + batch, kv_heads, halves)](
+    _extend_attention_kernel[(tokens * group // tile.rows + batch, kv_heads, halves * splits)](
         q,
         k,
         v,
@@ -542,6 +563,7 @@ def _launch(call: _Call, *, skip: bool = True) -> None:
         len(call.kv_indices),
         len(k_pool),
         0 if call.window is None else min(call.window, 2**31 - 1),
+        splits,
         factor * call.k_scale,
         factor,
         call.logit_cap * LOG2E,
@@ -555,6 +577,7 @@ def _launch(call: _Call, *, skip: bool = True) -> None:
         WINDOW=call.window is not None,
         CAP=call.logit_cap > 0,
         MASK_PREFIX=call.mask is not None and call.mask_prefix,
+        SPLIT=splits > 1,
         SKIP=skip,
         ROWS=tile.rows,
         KEYS=tile.keys,

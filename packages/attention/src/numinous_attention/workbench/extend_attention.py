@@ -493,7 +493,7 @@ def _binary(name: str, case: Case, archs: Sequence[str], *, quick: bool = False)
         kernel=KERNEL,
         signature={
             **pointers,
-            **dict.fromkeys((*strides, "heads", "batch", "tokens", "listed", "slots", "window"), "i32"),
+            **dict.fromkeys((*strides, "heads", "batch", "tokens", "listed", "slots", "window", "splits"), "i32"),
             **dict.fromkeys(("prefix_factor", "chunk_factor", "cap", "v_scale"), "fp32"),
         },
         constants={
@@ -506,6 +506,7 @@ def _binary(name: str, case: Case, archs: Sequence[str], *, quick: bool = False)
             "WINDOW": case.window >= 0,
             "CAP": case.cap > 0,
             "MASK_PREFIX": case.mask_prefix,
+            "SPLIT": False,
             "SKIP": True,
             "NATIVE": True,
             **{arch: layout(arch) for arch in archs},
