@@ -110,7 +110,7 @@ def schedule(serving: Serving, monkeypatch: Any) -> float:
     serving.slide()
     off += [serving.step("EXTEND", {3: 2, 1: 1, 2: 1}) for _ in range(WINDOW)]
     serving.slide()
-    off.append(serving.step("EXTEND", {1: 1, 2: 1, 3: 1}))  # all tail, as runs of full hits
+    off.append(serving.step("EXTEND", {1: 1, 2: 1, 3: 1}))  # nothing but tails: nothing is mixed
     off.append(serving.step("MIXED", {2: 1, 3: 5, 1: 1}))  # one of one token in the head
     off.append(serving.step("EXTEND", {1: 2}))
     off.append(serving.step("EXTEND", {1: 3, 0: 1}))  # a prompt of one token
@@ -147,7 +147,7 @@ def test_answers_on_a_gpu(kind: str, page: int, monkeypatch: Any) -> None:
     assert since(before) == {"engaged": 4 * TAILS}
 
 
-TAILS = 2 + WINDOW + 3
+TAILS = 2 + WINDOW + 2
 """Batches of the schedule that have one."""
 
 
@@ -228,6 +228,29 @@ def test_answers_lie_in_the_output_of_a_graph(kind: str, mixing: Any, monkeypatc
         assert float((batch._attn_output.double() - expected[number]).abs().max()) < ROUNDING
 
 
+@pytest.mark.parametrize("shape", [(-1, 4 * WINDOW_DIM), (1, -1, 4, WINDOW_DIM)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shapes_of_queries(kind: str, shape: tuple[int, ...], mixing: Any, monkeypatch: Any) -> None:  # fmt: skip
+    """Models give heads side by side, or (Gemma 3) a dimension in front; answers have the shape that the backend gives them."""
+    shapes = []
+    for hooked in (False, True):
+        if hooked:
+            hook(mixing, monkeypatch)
+        serving = serving_of(mixing, kind)
+        monkeypatch.setattr(mixing.flash, "flash_attn_with_kvcache", serving.kernels.flash)
+        serving.step("EXTEND", {1: 5})
+        batch = serving.batch("EXTEND", {2: 3, 1: 1})
+        tensors = serving.tensors(batch)
+        serving.backend.init_forward_metadata(batch)
+        expected = serving.expected(batch, tensors)[0]
+        (q, k, v), before = tensors[0], counted()
+        made = serving.backend.forward(q.view(shape), k, v, serving.runner.model[0], batch)
+        assert float((made.reshape(4, -1).double() - expected).abs().max()) < ROUNDING
+        assert since(before) == ({"engaged": 1} if hooked else {})
+        shapes.append(made.shape)
+    assert shapes[0] == shapes[1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_without_a_tail_are_stocks(kind: str, mixing: Any, monkeypatch: Any) -> None:
     """And so is a decode, whose metadata is not kept apart."""
@@ -237,6 +260,7 @@ def test_batches_without_a_tail_are_stocks(kind: str, mixing: Any, monkeypatch: 
     before = counted()
     serving.step("EXTEND", {1: 3, 2: 1, 3: 2})
     serving.step("MIXED", {1: 1, 2: 2})
+    serving.step("EXTEND", {1: 1, 2: 1})
     serving.step("DECODE", {1: 1, 2: 1})
     assert since(before) == {}
     assert serving.backend.numinous_tail is None
@@ -355,9 +379,9 @@ def test_features_together(names: str, mixing: Any, monkeypatch: Any) -> None:
         assert schedule(serving, monkeypatch) < ROUNDING
     finally:
         installation.undo()
-    batches, all_tail, layers = 2 + 1 + WINDOW + 4, 1, 1 if two else 4
+    batches, layers = 2 + 1 + WINDOW + 4, 1 if two else 4
     gained = {name: since(was, name) for name, was in before.items()}
-    assert gained[GQA_EXTEND] == {"engaged": layers * (batches - all_tail * split)}
+    assert gained[GQA_EXTEND] == {"engaged": layers * batches}
     assert gained[MIXED_TAIL] == ({"engaged": 4 * TAILS} if split else {})
     assert gained[PER_LAYER_BACKEND] == ({"engaged": batches, "flash layers": 3 * batches, "triton layers": batches} if two else {})  # fmt: skip
     assert ("decode", FULL_DIM) in serving.kernels.calls or not split
@@ -427,9 +451,8 @@ def test_batches_that_are_left_to_stock(mixing: Any, monkeypatch: Any) -> None:
         assert mixed_tail.first_of_tail(SimpleNamespace(**{**vars(batch), **change})) is None
         assert since(before) == {f"refused:{reason}": 1}
     assert mixed_tail.first_of_tail(batch) == 1
-    q = torch.cat([serving.tensors(batch)[0][0]] * 2)  # rows that pad
     serving.backend.init_forward_metadata(batch)
-    reason = mixed_tail.uncovered(serving.backend, serving.backend.numinous_tail, q, serving.runner.model[0], {})  # fmt: skip
+    reason = mixed_tail.uncovered(serving.backend, serving.backend.numinous_tail, 5, serving.runner.model[0], {})  # fmt: skip
     assert reason == "padded"
 
 

@@ -54,6 +54,8 @@ def test_tokens_of_mixed_batches(serve: Any, tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
             answers[name] = answer.json()["output_ids"]
 
+        running.settle()
+        assert running.totals(MIXED_TAIL) == {}, "a warm-up counts for nothing"
         first = threading.Thread(target=ask, args=("first", FIRST, 30))
         first.start()
         while running.batches().count("D") < 2:
@@ -62,10 +64,8 @@ def test_tokens_of_mixed_batches(serve: Any, tmp_path: Path) -> None:
         ask("second", SECOND, 4)
         first.join()
         running.settle()
-        chunks = running.batches().count("P") - 1
         counted = running.totals(MIXED_TAIL)
-    assert chunks >= 2
     assert set(counted) == {"engaged"}
-    assert counted["engaged"] % LAYERS == 0
-    assert 2 <= counted["engaged"] // LAYERS <= chunks
+    # 15 + 15 + 10 tokens of the second prompt; the first may have met the engine's own warm-up request.
+    assert counted["engaged"] in (3 * LAYERS, 4 * LAYERS)
     assert answers == {"first": greedy(model, FIRST, 30), "second": greedy(model, SECOND, 4)}

@@ -73,9 +73,11 @@ def after_flash(backend: Any, model_runner: Any) -> None:
         prepare(forward_batch)
         split_flash(backend, forward_batch)
 
-    def forward_extend(*given: Any, **named: Any) -> Any:
-        made = extend(stock, backend.forward_decode, backend, *given, **named)
-        return made.flatten(1)  # as its own, whatever the shape of q
+    def forward_extend(
+        q: torch.Tensor, k: Any, v: Any, layer: Any, *given: Any, **named: Any
+    ) -> torch.Tensor:
+        made = extend(stock, backend.forward_decode, backend, q, k, v, layer, *given, **named)
+        return made.view(-1, layer.tp_q_head_num * layer.v_head_dim)  # whatever the shape of q
 
     backend.init_forward_metadata, backend.forward_extend = init_forward_metadata, forward_extend
 
@@ -146,7 +148,7 @@ class Split:
 
 
 def first_of_tail(batch: Any) -> int | None:
-    """How many requests stand before the trailing ones of one token; None where the batch has no tail or is not plain prefill."""
+    """How many requests stand before the trailing ones of one token; None where nothing is mixed, or the batch is not plain prefill."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     if batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
@@ -158,7 +160,7 @@ def first_of_tail(batch: Any) -> int | None:
     first = len(lengths)
     while first and lengths[first - 1] == 1:
         first -= 1
-    if first == len(lengths):
+    if first in (0, len(lengths)):  # warm-ups of the engine have requests of one token alone
         return None
     if len(lengths) != batch.batch_size or batch.spec_info is not None:
         count.refused("padded" if batch.spec_info is None else "speculative")
@@ -313,23 +315,27 @@ def extend(
         split is None or backend.forward_metadata is not split.whole
     ):  # no tail, or a graph's metadata
         return original(q, k, v, layer, forward_batch, save_kv_cache, **more)
-    if reason := uncovered(backend, split, q, layer, more):
+    queries = q.reshape(
+        -1, layer.tp_q_head_num, layer.qk_head_dim
+    )  # Gemma 3 has a dimension in front
+    if reason := uncovered(backend, split, len(queries), layer, more):
         count.refused(reason)
         return original(q, k, v, layer, forward_batch, save_kv_cache, **more)
     out = forward_batch._attn_output
     if out is None:
-        wide = (len(q), layer.tp_q_head_num * layer.v_head_dim)
+        wide = (len(queries), layer.tp_q_head_num * layer.v_head_dim)
         out = q.new_empty(q.shape if layer.qk_head_dim == layer.v_head_dim else wide)
+    answers = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
     parts = zip(split.of(forward_batch), (split.head, split.tail), (original, decode), strict=True)
     for number, (batch, metadata, forward) in enumerate(parts):
         rows = slice(split.rows, None) if number else slice(0, split.rows)
-        if not batch.batch_size:
-            continue  # every request has one token
         batch.out_cache_loc = forward_batch.out_cache_loc[rows]
-        batch._attn_output = there = out[rows]
+        batch._attn_output = there = answers[rows]
         backend.forward_metadata = metadata
         try:
-            made = forward(q[rows], cut(k, rows), cut(v, rows), layer, batch, save_kv_cache, **more)
+            made = forward(
+                queries[rows], cut(k, rows), cut(v, rows), layer, batch, save_kv_cache, **more
+            )
         finally:
             backend.forward_metadata = split.whole
         if made.data_ptr() != there.data_ptr():
@@ -339,7 +345,7 @@ def extend(
 
 
 def uncovered(
-    backend: Any, split: Split, q: torch.Tensor, layer: Any, more: dict[str, Any]
+    backend: Any, split: Split, queries: int, layer: Any, more: dict[str, Any]
 ) -> str | None:
     """Why a layer of a batch with a tail stays in stock, as a counter's reason; None where it does not."""
     from sglang.srt.layers.radix_attention import AttentionType
@@ -352,7 +358,7 @@ def uncovered(
         return "attention_type"
     if layer.xai_temperature_len > 0:
         return "xai_temperature"  # a decode with a window does not know its position
-    if len(q) != split.rows + split.tokens:
+    if queries != split.rows + split.tokens:
         return "padded"
     window = layer.sliding_window_size
     if window is not None and window > -1 and window != backend.sliding_window_size:
