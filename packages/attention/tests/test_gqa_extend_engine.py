@@ -87,7 +87,12 @@ def test_short_chunks_in_the_engine(serve: Any, tiny_gemma: Path) -> None:
         found = [entry[0] for entry in answer.json()["meta_info"]["input_token_logprobs"][1:]]
         assert found == pytest.approx(want, abs=CLOSE)
         running.settle()
-        short = running.batches().count("P") - 1  # the prompt's second chunk, and what the engine warms up with
+        short = (
+            running.batches().count("P") - 1
+        )  # the prompt's second chunk, and what the engine warms up with
         assert short >= 1
-        assert running.totals(SPLIT_VERIFY) == {"engaged": LAYERS * short, "refused:long_chunk": LAYERS}
+        assert running.totals(SPLIT_VERIFY) == {
+            "engaged": LAYERS * short,
+            "refused:long_chunk": LAYERS,
+        }
         assert running.totals(GQA_EXTEND) == {"engaged": LAYERS}
