@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attention_serving import save_gemma
 
 from numinous_attention.options import GQA_EXTEND, SPLIT_VERIFY
 
@@ -21,18 +22,8 @@ PROMPT = [(7 * n + 3 * n * n) % 500 + 5 for n in range(40)]
 
 @pytest.fixture(scope="module")
 def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Gemma 3 of four layers; the first and the third have a window."""
-    torch = pytest.importorskip("torch", reason="engine tests need torch")
-    transformers = pytest.importorskip("transformers", reason="engine tests need transformers")
-    torch.manual_seed(7)
-    config = transformers.Gemma3TextConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, query_pre_attn_scalar=32, sliding_window=WINDOW, max_position_embeddings=4096,
-        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
-    )  # fmt: skip
-    path: Path = tmp_path_factory.mktemp("gemma") / "model"
-    transformers.Gemma3ForCausalLM(config).to(torch.float32).save_pretrained(path)
-    return path
+    """The first and the third layer have a window."""
+    return save_gemma(tmp_path_factory.mktemp("gemma") / "model", WINDOW, LAYERS)
 
 
 def expected(path: Path, **changes: Any) -> list[float]:

@@ -26,18 +26,16 @@ RUNNER = """
 static numinous::Params params;
 static void (*kernel)(const numinous::Params);
 static void once() {{ kernel(params); }}
-extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned x, unsigned y, unsigned threads,
-                                 unsigned shared) {{
+extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned blocks, unsigned threads, unsigned shared) {{
   static const struct {{ std::string name; void (*run)(const numinous::Params); }} entries[] = {{ {entries} }};
   kernel = nullptr;
   for (const auto& one : entries) if (one.name == entry) kernel = one.run;
   if (kernel == nullptr) return "no such kernel";
   params = *p;
-  for (unsigned j = 0; j < y; ++j)
-    for (unsigned i = 0; i < x; ++i) {{
-      model::block_index = {{i, j, 0}};
-      if (const char* fault = model::run_block(once, threads, shared)) return fault;
-    }}
+  for (unsigned i = 0; i < blocks; ++i) {{
+    model::block_index = {{i, 0, 0}};
+    if (const char* fault = model::run_block(once, threads, shared)) return fault;
+  }}
   return nullptr;
 }}
 using namespace numinous;
@@ -95,33 +93,33 @@ def builder(
 
 
 def run_model(
-    library: Any, case: Case, inputs: Tensors, products: kernels.Products = "wgmma"
+    library: Any,
+    case: Case,
+    inputs: Tensors,
+    products: kernels.Products = "wgmma",
+    whole: int | None = None,
 ) -> Tensors:
-    """What `_launch_cuda` does, on the model. Outputs and parts start as NaN."""
+    """What `_launch_cuda` does, on the model, with that many lists whole. Outputs and parts start as NaN."""
     table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
     call = kernels._checked(
         inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
     )
     assert call.splits
-    parts = kernels._parts(call, call.splits) if call.splits > 1 else (None, None)
+    if whole is None:
+        whole = call.tokens if call.splits == 1 else 0
+    params, parts = kernels.cuda_params(call, whole, call.splits)
     for tensor in (call.out, call.lse, *parts):
         if tensor is not None:
             tensor.fill_(torch.nan)
-    run_call(library, call, kernels.cuda_params(call, call.splits, parts), products)
+    run_call(library, call, params, products)
     return {"out": call.out, "lse": call.lse}
 
 
 def run_call(library: Any, call: Any, params: Any, products: kernels.Products = "wgmma") -> None:
     """The launches of a checked call."""
     plan = kernels.schedule(call.heads, products)
-    groups = -(-call.heads // plan.heads)
-    launches = [
-        (plan.entry, call.tokens * params.splits, groups, plan.threads, plan.shared(call.row))
-    ]
-    if params.splits > 1:
-        launches.append(("combine", call.tokens * call.heads, 4, 128, 0))
-    for entry, x, y, threads, shared in launches:
-        fault = library.run_model(entry.encode(), ctypes.byref(params), x, y, threads, shared)
+    for entry, *sizes in kernels.cuda_launches(call, params, plan):
+        fault = library.run_model(entry.encode(), ctypes.byref(params), *sizes)
         assert fault is None, f"{entry}: {fault.decode()}"
 
 
@@ -159,7 +157,7 @@ def check_debug_script(
         library = build(352, define, *faults)
 
         def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
-            run_call(library, call, kernels.cuda_params(call, 1, (None, None), dump), products)
+            run_call(library, call, kernels.cuda_params(call, call.tokens, 1, dump)[0], products)
 
         monkeypatch.setattr(kernels, "_launch_cuda", launch)
         for heads in (64, 16):

@@ -3,7 +3,8 @@
 // A model of one block of sm_90a on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
 // thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
 // their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
-// What is not: the order of asynchronous reads, proxies, register handover, time. Shared memory starts as NaN.
+// What is not: the order of asynchronous reads, proxies, register handover, time. Shared memory starts as NaN. Rows that are asked for in
+// L2 are only counted: one that is not read afterwards is a fault.
 
 #pragma once
 
@@ -16,11 +17,13 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <vector>
 
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __shared__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
@@ -49,12 +52,14 @@ struct Block {
   std::map<uint32_t, MBarrier> barriers;
   std::map<int, Named> named;
   std::vector<Exchange> warps;
+  std::set<const uint8_t*> asked;  // rows that should be on their way to L2
   long idle = 0;
   bool moved = false;
   const char* fault = nullptr;
 };
 inline Block block;
 inline Index block_index{};
+inline long rows_asked = 0;  // of all blocks
 constexpr long kPatience = 2;  // turns of all threads without any progress
 
 inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
@@ -192,9 +197,16 @@ inline float log2_fast(float x) { return std::log2(x); }
 
 inline uint4 load_row(const uint8_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) model::fail("misaligned load of a row");
+  model::block.asked.erase(p);
   uint4 v;
   std::memcpy(&v, p, 16);
   return v;
+}
+template <int kBytes> void prefetch_row(const uint8_t* p) {
+  static_assert(kBytes % 16 == 0, "16 bytes are the unit");
+  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) model::fail("misaligned row is asked for");
+  model::block.asked.insert(p);
+  ++model::rows_asked;
 }
 template <class T> void store_shared(uint32_t to, T v) { std::memcpy(model::at(to, sizeof v), &v, sizeof v); }
 
@@ -279,7 +291,7 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
     }
     if (++block.idle > kPatience) return "threads wait for one another";
   }
-  return nullptr;
+  return block.asked.empty() ? nullptr : "a row is asked for and not read";
 }
 
 }  // namespace model

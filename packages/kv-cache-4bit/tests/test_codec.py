@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from numinous_kv_cache_4bit.kernels.codec import (
     stock_fp8_of,
 )
 from numinous_tooling.formats import KV4, KV4_BF16_ROPE, KV4_NO_ROPE, RowFormat
+from numinous_tooling.numerics import quantize_nvfp4
 
 E2M1_STEPS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -212,3 +216,93 @@ def test_widths() -> None:
     assert [stock_fp8_of(row).width for row in ROWS] == [656, 528, 656]
     with pytest.raises(ValueError, match=r"rows of 656 bytes are not 4-bit; known: 352 \(kv4\)"):
         four_bit_format(656)
+
+
+# --- Which scales a search must try -----------------------------------------------------------------------------------
+
+MIDDLES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float64)
+VALUES = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+"""Of scale codes."""
+
+
+def _error(x: torch.Tensor, code: int) -> torch.Tensor:
+    element = E2M1_STEPS.double()[torch.searchsorted(MIDDLES, x / VALUES[code])]
+    return (x - element * VALUES[code]).square()
+
+
+def _least_loss(code: int, offset: int, tried: Iterable[int]) -> float:
+    """By how much, in squares of the scale, the best of the `tried` codes is at most worse than that `offset` from `code`.
+
+    Over all blocks of 16 real numbers whose amax gives `code`. By duality: with weights w of the tried codes (they sum to 1) the least of
+    their errors is at most the weighted sum, which is a sum over elements. Between two middles the difference of two errors is
+    linear in x, so its largest value over all x is found at the middles. The weights come from a linear programme, for each stretch of amax.
+    """
+    from scipy.optimize import linprog
+
+    aim = min(max(code + offset, 1), 126)
+    others = sorted({min(max(code + one, 1), 126) for one in tried})
+    if aim in others:
+        return -torch.inf
+    low = float(3 * (VALUES[code - 1] + VALUES[code])) if code > 1 else 2.0**-11
+    # Of an amax beyond this, under the largest scale, no gain of 15 others makes up for the loss.
+    high = float(3 * (VALUES[code] + VALUES[code + 1])) if code < 126 else 11_000.0
+    middles = sorted({float(VALUES[one] * at) for one in (*others, aim) for at in MIDDLES})
+    stops = [low, *(at for at in middles if low < at < high), high]
+    worst = -torch.inf
+    for start, end in itertools.pairwise(stops):
+        inner = torch.linspace(start, end, 3, dtype=torch.float64)
+        for first, last in itertools.pairwise(inner.tolist()):
+            x = torch.tensor([0.0, *(at for at in middles if at < last), last], dtype=torch.float64)
+            largest = torch.tensor([first * (1 + 1e-12), last * (1 - 1e-12)], dtype=torch.float64)
+            each, one = (
+                torch.stack([_error(at, other) - _error(at, aim) for other in others], dim=1)
+                for at in (x, largest)
+            )
+            # Of weights, z and y: z is at least the loss of every x, y at least that of amax and 15 others.
+            rows = torch.cat(
+                [
+                    torch.cat([each, each.new_tensor([-1.0, 0.0]).expand(len(x), 2)], dim=1),
+                    torch.cat([one, one.new_tensor([15.0, -1.0]).expand(2, 2)], dim=1),
+                ]
+            )
+            count = len(others)
+            found = linprog(
+                [0.0] * (count + 1) + [1.0], A_ub=rows.numpy(), b_ub=[0.0] * len(rows),
+                A_eq=[[1.0] * count + [0.0, 0.0]], b_eq=[1.0],
+                bounds=[(0, None)] * count + [(None, None)] * 2,
+            )  # fmt: skip
+            worst = max(worst, found.fun / float(VALUES[code]) ** 2)
+    return worst
+
+
+@pytest.mark.parametrize("offset", [-6, -5])
+def test_scales_that_are_never_the_best(offset: int) -> None:
+    """From code 8 on scales repeat every 8 codes, up to the last six."""
+    pytest.importorskip("scipy", reason="solves linear programmes")
+    for code in (*range(1, 24), *range(120, 127)):
+        assert _least_loss(code, offset, range(-4, 7)) < -0.5, code
+
+
+def test_scales_that_may_be_the_best() -> None:
+    """The programme says so of three below, and here is a block; four below under the largest scale only."""
+    pytest.importorskip("scipy", reason="solves linear programmes")
+    nine = range(-2, 7)
+    assert _least_loss(56, -3, nine) > 0.5
+    assert _least_loss(56, -4, range(-3, 7)) < -0.2
+    assert _least_loss(126, -4, range(-3, 7)) > 0
+
+
+@pytest.mark.parametrize(
+    ("block", "codes"),
+    [
+        ({5.84375: 1, 0.375: 5, 0.40625: 3, 3.125: 1, 4.375: 1, 4.8125: 2, 4.875: 1, 5.0: 2}, (56, 53)),
+        ({2608.0: 1, 1920.0: 7, 2080.0: 1, 2112.0: 3, 2240.0: 4}, (126, 123)),
+    ],
+)  # fmt: skip
+def test_blocks_of_far_scales(block: dict[float, int], codes: tuple[int, int]) -> None:
+    x = torch.tensor([value for value, count in block.items() for _ in range(count)])[None]
+    found = tuple(
+        int(quantize_nvfp4(x.to(torch.bfloat16), scale_choice=choice)[1])
+        for choice in ("amax", "mse")
+    )
+    assert found == codes

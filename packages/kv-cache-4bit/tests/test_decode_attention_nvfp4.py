@@ -63,14 +63,38 @@ def _decodes_everything(device: torch.device) -> None:
     assert_bitwise_equal("values", out.float(), want, any_nan=True)
 
 
+@triton.jit
+def _decode_pairs(words_ptr, out_ptr, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[512, 256] values of [512, 256] E4M3 codes."""
+    row = tl.arange(0, 512)
+    even, odd = kernels._tile_of_pairs(
+        words_ptr, row.to(tl.int64), row >= 0, 128, 1, 256, 128, NATIVE
+    )
+    to = out_ptr + row[:, None] * 256 + tl.arange(0, 128)[None, :] * 2
+    tl.store(to, even)
+    tl.store(to + 1, odd)
+
+
+def _decodes_every_pair(device: torch.device) -> None:
+    """Every code beside every other, bit for bit."""
+    code = torch.arange(256, dtype=torch.uint8)
+    codes = torch.stack([code.expand(256, 256), code[:, None].expand(256, 256)], dim=-1)
+    codes = codes.reshape(512, 256).to(device)
+    out = torch.empty(512, 256, dtype=torch.float16, device=device)
+    _decode_pairs[(1,)](codes.view(torch.uint16), out, NATIVE=device.type != "cpu", num_warps=4)
+    assert_bitwise_equal("values", out.float(), decode_e4m3fn(codes), any_nan=True)
+
+
 @pytest.mark.tier("interpret")
 def test_decodes_everything_interpreted() -> None:
     _decodes_everything(torch.device("cpu"))
+    _decodes_every_pair(torch.device("cpu"))
 
 
 @pytest.mark.tier("device")
 def test_decodes_everything(gpu: torch.device) -> None:
     _decodes_everything(gpu)
+    _decodes_every_pair(gpu)
 
 
 Registers = dict[str, torch.Tensor]
@@ -112,8 +136,14 @@ def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torc
     return made & 0xFFFFFFFF
 
 
+def _ptx_of(function: Any) -> str:
+    text = re.search(r'"""(\{.*?)"""', inspect.getsource(function.fn), re.DOTALL)
+    assert text is not None
+    return text.group(1)
+
+
 def _run_ptx(text: str, registers: Registers) -> None:
-    """The instructions that `_planes` uses, by the PTX manual, on 32-bit registers held in int64."""
+    """The instructions that `_planes` and `_pairs` use, by the PTX manual, on 32-bit registers held in int64."""
     for line in text.replace("\n", " ").strip("{} ").split(";"):
         name, _, rest = line.strip().partition(" ")
         if not name or name == ".reg":
@@ -146,8 +176,6 @@ def _run_ptx(text: str, registers: Registers) -> None:
 @pytest.mark.parametrize("selector", [kernels.FIRST.value, kernels.SECOND.value])
 def test_the_ptx_of_the_decoding(selector: int) -> None:
     """The text itself, instruction by instruction: every word beside another word, under several scales."""
-    text = re.search(r'"""(\{.*?)"""', inspect.getsource(kernels._planes.fn), re.DOTALL)
-    assert text is not None
     word = torch.arange(2**16)
     scales = torch.randint(0, 256, (4, 2**16), generator=torch.Generator().manual_seed(0))
     words = (word, word * 40503 % 2**16)
@@ -156,7 +184,7 @@ def test_the_ptx_of_the_decoding(selector: int) -> None:
         "$5": scales[0] | (scales[1] << 8) | (scales[2] << 16) | (scales[3] << 24),
         "$6": torch.tensor(selector | (selector << 16)),
     }
-    _run_ptx(text.group(1), registers)
+    _run_ptx(_ptx_of(kernels._planes), registers)
     for column in range(4):
         halves = _halves(registers[f"${column}"]).float()
         for half in (0, 1):
@@ -168,7 +196,28 @@ def test_the_ptx_of_the_decoding(selector: int) -> None:
             )
 
 
+def test_the_ptx_of_the_decoding_of_fp8() -> None:
+    word = torch.arange(2**16)
+    words = (word, word * 40503 % 2**16)
+    registers: Registers = {"$2": words[0] | (words[1] << 16)}
+    _run_ptx(_ptx_of(kernels._pairs), registers)
+    for column in range(2):
+        halves = _halves(registers[f"${column}"]).float()
+        for half in (0, 1):
+            want = decode_e4m3fn((words[half] >> (8 * column) & 0xFF).to(torch.uint8))
+            assert_bitwise_equal(
+                f"column {column}, half {half}", halves[:, half], want, any_nan=True
+            )
+
+
 # --- Splits -----------------------------------------------------------------------------------------------------------
+
+
+def test_wide_fp8_keys_fit() -> None:
+    """Two tiles of 256-wide FP8 keys lie in Hopper's shared memory and one in that of sm120."""
+    assert plan(6, 256, 256, fp8_keys=True).stages == plan(6, 256, 256).stages == 3
+    assert plan(6, 256, 256, fp8_keys=True, shared=101_376).stages == 2
+    assert plan(4, 128, 128, fp8_keys=True, shared=101_376).stages == 3
 
 
 def test_splits() -> None:
@@ -245,8 +294,9 @@ Q, K, KS = (INPUTS[name] for name in ("q", "k_buffer", "k_scale_buffer"))
         (TypeError, "k_buffer: expected uint8, got torch.int8", {"k_buffer": K.view(torch.int8)}),
         (ValueError, "k_buffer: expected .27, 2, 32. on cpu, got .27, 2, 48.", {"k_buffer": K.new_zeros(27, 2, 48)}),
         (ValueError, "k_buffer: heads must start at multiples of 2 bytes", {"k_buffer": K.new_zeros(27, 2, 33)[..., 1:]}),
+        (ValueError, "k_buffer: expected .27, 2, 64. on cpu, got .27, 2, 32.", {"k_scale_buffer": None}),
         (ValueError, "v_scale_buffer: expected .27, 2, 6. on cpu", {"v_scale_buffer": KS}),
-        (ValueError, "v_buffer: expected .slots, Hkv, D / 2., D one of", {"v_buffer": K[..., :4]}),
+        (ValueError, "v_buffer: expected .slots, Hkv, bytes of a head., D one of", {"v_buffer": K[..., :4]}),
         (TypeError, "kv_indptr: expected int32 or int64", {"kv_indptr": INPUTS["kv_indptr"].short()}),
         (ValueError, "kv_indptr: expected 3 entries for 2 requests, got 2", {"kv_indptr": INPUTS["kv_indptr"][:2]}),
         (ValueError, "kv_indices: expected one dimension", {"kv_indices": INPUTS["kv_indices"][None]}),

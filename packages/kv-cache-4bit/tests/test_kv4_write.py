@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.kernels.kv4_write import ScaleChoice, kv4_write, reference
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
+from numinous_kv_cache_4bit.kernels.kv4_write import kv4_write, reference
 from numinous_kv_cache_4bit.workbench.kv4_write import OP
 from numinous_tooling.formats import KV4, KV4_NO_ROPE, steps_of
 from numinous_tooling.testing.kernels import KernelTests
@@ -135,18 +136,6 @@ def test_the_search_goes_all_the_way() -> None:
         for choice in ("amax", "mse")
     )
     assert {-1, 0, 5, 6} <= set((best - plain).flatten().tolist())
-
-
-@pytest.mark.parametrize("power", [1.0, 0.5, 1.5])
-def test_the_search_never_goes_far_down(power: float) -> None:
-    """Of the six scales below the nearest the four lowest are never best; the six above are, on flat and on heavy-tailed values."""
-    normal = torch.randn(256, 512, generator=torch.Generator().manual_seed(2))
-    latent = (normal.sign() * normal.abs() ** power).to(torch.bfloat16)
-    plain, best = (
-        KV4_NO_ROPE.split(KV4_NO_ROPE.pack(latent, scale_choice=choice))["scales"].int()
-        for choice in ("amax", "mse")
-    )
-    assert set((best - plain).flatten().tolist()) == set(range(-2, 7))
 
 
 @pytest.mark.tier("interpret")

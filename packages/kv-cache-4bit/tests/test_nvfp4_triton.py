@@ -7,15 +7,33 @@ bit. Of the Triton backend, which needs a GPU or the interpreter, the two calls 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kv4_nvfp4_harness as shared
 import pytest
 import torch
-from kv4_harness import Count, hooks_of
+from kv4_harness import Count
+from kv4_nvfp4_harness import (
+    DIM,
+    FORMATS,
+    HEADS,
+    LAYERS,
+    QUERY_HEADS,
+    SCALE,
+    SLOTS,
+    OnGpu,
+    build,
+    configurator,
+    decode_kernel,
+    extend_kernel,
+    keys_for,
+    layer,
+    stands_for,
+    stock_pool,
+    values,
+)
 
 from numinous_kv_cache_4bit.engine import nvfp4_triton as ours
 from numinous_kv_cache_4bit.hooks.launch import UNCOVERED
@@ -26,97 +44,25 @@ from numinous_kv_cache_4bit.hooks.nvfp4_triton import (
     MORE_UNCOVERED,
     judge,
 )
-from numinous_kv_cache_4bit.options import CPU_PLATFORM, NVFP4_TRITON
-from numinous_tooling.numerics import dequantize_nvfp4, quantize_nvfp4
+from numinous_kv_cache_4bit.options import (
+    CPU_PLATFORM,
+    NVFP4_KEYS,
+    NVFP4_SCALES,
+    NVFP4_TRITON,
+)
+from numinous_tooling.numerics import (
+    decode_e4m3fn,
+    encode_e4m3fn,
+)
 from numinous_tooling.patching.boot import fits
 from numinous_tooling.patching.engine import find_engine
 from numinous_tooling.patching.serve_command import FIELDS, ServeCommand
 
-HEADS, QUERY_HEADS, DIM = 2, 6, 32
-SLOTS, LAYERS = 120, 3
-SCALE = DIM**-0.5
+# Fixtures.
+counted, formats, installed = shared.counted, shared.formats, shared.installed
 
 
 # --- Engine ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def installed(engine: Any) -> Iterator[Any]:
-    from sglang.srt.layers.attention import torch_native_backend, triton_backend  # noqa: F401
-
-    yield from hooks_of(FEATURE)
-
-
-@pytest.fixture(autouse=True)
-def counted(request: Any, monkeypatch: Any) -> Count | None:
-    """The CPU platform as far as the feature looks; the counter."""
-    if "installed" not in request.fixturenames:
-        return None
-    from sglang.srt import runtime_context
-
-    monkeypatch.setattr(runtime_context, "attention_backends", lambda: ("torch_native",) * 2)
-    count = Count()
-    monkeypatch.setattr(ours, "count", count)
-    return count
-
-
-def configurator(**changes: Any) -> Any:
-    """What sizing and builders read of the engine's `KVCacheConfigurator`."""
-    config = SimpleNamespace(architectures=["LlamaForCausalLM"])
-    config.get_text_config = lambda: config
-    model = SimpleNamespace(
-        head_dim=DIM, v_head_dim=DIM, context_len=64, is_encoder_decoder=False, hf_config=config,
-        get_num_kv_heads=lambda tp, dcp=1: HEADS, linear_attn_registry_result=None,
-    )  # fmt: skip
-    made = SimpleNamespace(
-        model_config=model, model=torch.nn.Module(),
-        layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
-        spec_algorithm=SimpleNamespace(
-            is_eagle=lambda: False, is_standalone=lambda: False, is_dflash_family=lambda: False
-        ),
-        kv_cache_dtype=torch.float32, kv_cache_dtype_str="auto", pool_page_size=1, device="cpu",
-        server_args=SimpleNamespace(enable_hisparse=False), use_mla_backend=False,
-        is_draft_worker=False, is_hybrid_swa=False, mambaish_config=None, post_capture_kv_active=False,
-    )  # fmt: skip
-    for name, value in changes.items():
-        setattr(model if hasattr(model, name) else made, name, value)
-    return made
-
-
-def build(engine: Any, **changes: Any) -> Any:
-    """The pool, as the engine's hooked builder makes it on the CPU platform."""
-    cls = engine.configurator.KVCacheConfigurator
-    return cls._build_oot_mha_kv_pool(configurator(**changes), max_total_num_tokens=SLOTS)
-
-
-def stock_pool(engine: Any, **named: Any) -> Any:
-    return engine.pools.MHATokenToKVPool(
-        size=SLOTS, page_size=1, dtype=torch.float32, head_num=HEADS, head_dim=DIM,
-        layer_num=LAYERS, device="cpu", enable_memory_saver=False, **named,
-    )  # fmt: skip
-
-
-def stands_for(x: torch.Tensor) -> torch.Tensor:
-    """What NVFP4 keeps of values that are rounded to bf16 first."""
-    return dequantize_nvfp4(*quantize_nvfp4(x.to(torch.bfloat16)))
-
-
-@functools.cache
-def values(seed: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [tokens, heads, D]; not to be written to."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (2, tokens, HEADS, DIM)
-    k, v = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator).exp()
-    return k, v
-
-
-def layer(number: int) -> Any:
-    """What is read of a `RadixAttention`."""
-    return SimpleNamespace(
-        layer_id=number, tp_q_head_num=QUERY_HEADS, tp_k_head_num=HEADS, tp_v_head_num=HEADS,
-        qk_head_dim=DIM, head_dim=DIM, v_head_dim=DIM, scaling=SCALE, is_cross_attention=False,
-        logit_cap=0.0, attn_type=None, sliding_window_size=-1, k_scale=None, v_scale=None,
-    )  # fmt: skip
 
 
 def batch(engine: Any, table: torch.Tensor, mode: str, lengths: list[int], new: list[int]) -> Any:
@@ -134,7 +80,7 @@ def batch(engine: Any, table: torch.Tensor, mode: str, lengths: list[int], new: 
     )  # fmt: skip
 
 
-def outputs(engine: Any, pool: Any, case: tuple[str, list[int], list[int]], *, exact: bool) -> list[torch.Tensor]:  # fmt: skip
+def outputs(engine: Any, pool: Any, case: tuple[str, list[int], list[int]], *, exact: bool, formats: tuple[str, str] = FORMATS[0]) -> list[torch.Tensor]:  # fmt: skip
     """Each layer's attention over a filled pool; `exact` writes and holds what the packed rows stand for."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -152,8 +98,9 @@ def outputs(engine: Any, pool: Any, case: tuple[str, list[int], list[int]], *, e
         k, v = values(50 + number, tokens)
         before = values(number, SLOTS)
         if exact:
-            k, v = stands_for(k), stands_for(v)
-            pool.k_buffer[number][1:], pool.v_buffer[number][1:] = map(stands_for, before)
+            k, v = keys_for(k, *formats), stands_for(v, formats[1])
+            pool.k_buffer[number][1:] = keys_for(before[0], *formats)
+            pool.v_buffer[number][1:] = stands_for(before[1], formats[1])
             found.append(getattr(backend, f"forward_{case[0].lower()}")(q, k, v, layer(number), made))  # fmt: skip
         else:
             pool.set_kv_buffer(layer(number), everywhere, *before)
@@ -169,15 +116,23 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_equals_stock_over_the_same_values(
-    case: Any, engine: Any, installed: Any, counted: Count
+    case: Any, engine: Any, installed: Any, counted: Count, formats: tuple[str, str]
 ) -> None:
     got = outputs(engine, build(engine), case, exact=False)
-    want = outputs(engine, stock_pool(engine), case, exact=True)
+    want = outputs(engine, stock_pool(engine), case, exact=True, formats=formats)
     for one, other in zip(got, want, strict=True):
         assert bool(other.isfinite().all())
         assert other.norm() > 1
         assert torch.equal(one, other)
     assert counted.seen == LAYERS, "one decoding a layer"
+
+
+@pytest.mark.parametrize("other", FORMATS)
+def test_each_format_is_another(other: tuple[str, str], engine: Any, installed: Any, formats: Any) -> None:  # fmt: skip
+    """The comparison above sees an option that is not heeded."""
+    got = outputs(engine, build(engine), CASES[0], exact=False)
+    want = outputs(engine, stock_pool(engine), CASES[0], exact=True, formats=other)
+    assert all(map(torch.equal, got, want)) == (formats == other)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +167,7 @@ def test_faults_are_seen(fault: str, engine: Any, installed: Any, monkeypatch: A
 
 @pytest.mark.parametrize(("backend", "width"), [("torch_native", 4), ("triton", 0)])
 def test_bytes_are_counted_as_they_are_allocated(
-    backend: str, width: int, engine: Any, installed: Any, monkeypatch: Any
+    backend: str, width: int, engine: Any, installed: Any, monkeypatch: Any, formats: Any
 ) -> None:
     from sglang.srt import runtime_context
 
@@ -220,9 +175,10 @@ def test_bytes_are_counted_as_they_are_allocated(
     asked = configurator()
     sizing = engine.sizing.DefaultPoolConfigurator.__new__(engine.sizing.DefaultPoolConfigurator)
     ours.after_sizing(None, sizing, asked)
-    each = ours.cell_size(HEADS, DIM, LAYERS, width)
+    each = ours.cell_size(HEADS, DIM, LAYERS, width, fp8_keys=formats[0] == "fp8")
     assert sizing._cell_size == each
-    assert each == 2 * HEADS * (DIM * 9 // 16 * LAYERS + DIM * width)
+    sixteenths = 16 + 9 if formats[0] == "fp8" else 9 + 9
+    assert each == HEADS * (DIM * sixteenths // 16 * LAYERS + 2 * DIM * width)
     pool = build(engine)
     lists = pool.k_buffer, pool.v_buffer, pool.k_scale_buffer, pool.v_scale_buffer, pool.shadow
     allocated = sum(x.untyped_storage().nbytes() for buffers in lists for x in buffers)
@@ -234,9 +190,11 @@ def test_bytes_of_a_model() -> None:
     assert ours.cell_size(8, 128, 32) == 36_864
     assert 2 * 8 * 128 * 32 / 36_864 == 16 / 9
     assert 2 * 2 * 8 * 128 * 32 / 36_864 == 32 / 9
+    assert ours.cell_size(8, 128, 32, fp8_keys=True) == 51_200
+    assert 2 * 8 * 128 * 32 / 51_200 == 1.28
 
 
-def test_copies_carry_scales(engine: Any, installed: Any) -> None:
+def test_copies_carry_scales(engine: Any, installed: Any, formats: Any) -> None:
     """Moves (U04) and host copies (U10): slots stand for the same elsewhere."""
     pool = build(engine)
     k, v = values(3, 9)
@@ -250,8 +208,8 @@ def test_copies_carry_scales(engine: Any, installed: Any) -> None:
         for slots in (source, moved, loaded):
             with pool.attending(number, None, None):
                 found = pool.decoded(slots)
-            assert torch.equal(found[0], stands_for(k * (number + 1)))
-            assert torch.equal(found[1], stands_for(v))
+            assert torch.equal(found[0], keys_for(k * (number + 1), *formats))
+            assert torch.equal(found[1], stands_for(v, formats[1]))
 
 
 def test_what_is_written(engine: Any, installed: Any) -> None:
@@ -273,6 +231,34 @@ def test_what_is_written(engine: Any, installed: Any) -> None:
     assert torch.equal(keys[0, 0, 16:], stands_for(k[0, 0, 16:]))
     assert float(found[0, 1, 20]) == 6 * 448
     assert torch.equal(keys[1], stands_for(k[1]))
+
+
+def test_what_is_written_of_fp8_keys(engine: Any, installed: Any, monkeypatch: Any) -> None:
+    """A NaN is one NaN, values beyond 448 saturate; slot 0 and strange ids are skipped."""
+    monkeypatch.setenv(NVFP4_KEYS.name, "fp8")
+    pool = build(engine)
+    k, v = (x.clone() for x in values(4, 2))
+    k[0, 0, 3], k[0, 1, 20], k[1, 1, 2] = torch.nan, torch.inf, -1e4
+    before = [x.clone() for x in pool._kept(1)]
+    for strange in (0, -1, SLOTS + 1, 2**40):
+        pool.set_kv_buffer(layer(1), torch.full((2,), strange), k, v)
+    assert all(map(torch.equal, before, pool._kept(1)))
+    pool.set_kv_buffer(layer(1), torch.tensor([7, 3]), k, v)
+    with pool.attending(1, None, None):
+        keys, _ = pool.decoded(torch.tensor([7, 3]))
+    want = decode_e4m3fn(encode_e4m3fn(k.to(torch.bfloat16)))
+    assert torch.equal(keys.nan_to_num(1e9), want.nan_to_num(1e9))
+    assert (float(keys[0, 1, 20]), float(keys[1, 1, 2])) == (448, -448)
+    assert int(keys.isnan().sum()) == 1
+
+
+def test_options_are_words(engine: Any, installed: Any, monkeypatch: Any) -> None:
+    from numinous_tooling.patching.errors import PatchError
+
+    monkeypatch.setenv(NVFP4_KEYS.name, "fp16")
+    with pytest.raises(PatchError, match="_KEYS='fp16' is none of nvfp4, fp8"):
+        build(engine)
+    assert FEATURE.options == (NVFP4_KEYS, NVFP4_SCALES)
 
 
 def test_scales_of_one_are_none(engine: Any, installed: Any) -> None:
@@ -323,38 +309,15 @@ def test_models_do_not_write_to_the_pool(engine: Any, installed: Any, monkeypatc
 # --- Triton backend -------------------------------------------------------------------------------------------------
 
 
-def extend_kernel(q, k, v, o, keys, values, qo, kv, ids, mask, causal, mask_indptr, longest, k_scale, v_scale, scale, *, window_kv_offsets, page_size):  # fmt: skip
-    """What `extend_attention_fwd` computes, without a mask of its own; nothing outside of the ids is looked at."""
-    assert (page_size, k_scale, v_scale, mask) == (1, 1.0, 1.0, None)
-    group = q.shape[1] // k.shape[1]
-    for request in range(len(qo) - 1):
-        begin, end = qo[request : request + 2].tolist()
-        own = ids[kv[request] : kv[request + 1]].long()
-        at = [torch.cat([buffer[own], new[begin:end]]) for buffer, new in ((keys, k), (values, v))]
-        for head in range(q.shape[1]):
-            scores = q[begin:end, head] @ at[0][:, head // group].T * scale
-            hidden = torch.ones_like(scores, dtype=torch.bool).triu(len(own) + 1)
-            o[begin:end, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ at[1][:, head // group]  # fmt: skip
-
-
-def decode_kernel(q, keys, values, o, kv, ids, logits, lse, splits, most, scale, k_scale, v_scale, *, page_size, logit_cap, sinks):  # fmt: skip
-    """What `decode_attention_fwd` computes: each query behind all of its ids."""
-    assert (logits, lse, splits, most) == ("logits", "lse", "splits", 8)
-    assert (page_size, k_scale, v_scale, logit_cap, sinks) == (1, 1.0, 1.0, 0.0, None)
-    group = q.shape[1] // keys.shape[1]
-    for request in range(len(q)):
-        own = ids[kv[request] : kv[request + 1]].long()
-        for head in range(q.shape[1]):
-            weights = (q[request, head] @ keys[own, head // group].T * scale).softmax(-1)
-            o[request, head] = weights @ values[own, head // group]
-
-
 @pytest.mark.parametrize("rows", [1, 8, 40, 10_000])
-def test_prefixes_in_turns_equal_stock(rows: int, engine: Any, installed: Any) -> None:
+def test_prefixes_in_turns_equal_stock(
+    rows: int, engine: Any, installed: Any, formats: Any
+) -> None:
     pool, plain = build(engine), stock_pool(engine)
     before = values(2, SLOTS)
     pool.set_kv_buffer(layer(2), torch.arange(1, SLOTS + 1), *before)
-    plain.k_buffer[2][1:], plain.v_buffer[2][1:] = map(stands_for, before)
+    plain.k_buffer[2][1:] = keys_for(before[0], *formats)
+    plain.v_buffer[2][1:] = stands_for(before[1], formats[1])
     prefixes, new = [7, 0, 33, 5], [3, 4, 1, 2]
     kv = torch.tensor([0, *prefixes]).cumsum(0).int()
     # Behind the lists the engine's buffer may be longer, and not filled.
@@ -379,14 +342,8 @@ def test_prefixes_in_turns_equal_stock(rows: int, engine: Any, installed: Any) -
     assert torch.equal(got, want)
 
 
-class OnGpu:
-    """A tensor as far as `PackedDecode` looks for its device."""
-
-    is_cuda = True
-
-
 def test_decode_on_a_gpu_reads_packed_rows(
-    engine: Any, installed: Any, counted: Count, monkeypatch: Any
+    engine: Any, installed: Any, counted: Count, monkeypatch: Any, formats: Any
 ) -> None:
     """Every argument reaches its kernel, nothing is read back, and the engine's kernel is not called."""
     pool, calls = build(engine), []
@@ -403,6 +360,7 @@ def test_decode_on_a_gpu_reads_packed_rows(
     ((of, named),) = calls
     assert of[0] is q
     assert all(one is other for one, other in zip(of[1:5], pool._of(2), strict=True))
+    assert (of[3] is None) == (formats[0] == "fp8")
     assert of[5:] == ("indptr", "indices")
     assert named == {"sm_scale": SCALE, "logit_cap": 3.0, "sinks": "sinks", "out": "o"}
     assert counted.seen == 1
@@ -431,7 +389,7 @@ def test_turns(lengths: list[int], rows: int, runs: list[tuple[int, int]]) -> No
     ("changes", "said"),
     [
         ({"use_mla_backend": True}, "has MLA"),
-        ({"is_hybrid_swa": True}, "sliding windows"),  # U13
+        ({"is_hybrid_swa": True}, "sliding windows are covered on a GPU only"),
         ({"mambaish_config": object()}, "linear attention"),  # U45
         ({"is_encoder_decoder": True}, "cross attention"),
         ({"head_dim": 40}, "multiples of 16, this model has 40"),
@@ -476,6 +434,16 @@ def test_more_launches_that_end_at_boot(engine: Any, installed: Any, monkeypatch
         ours.before_pool_sizing(configurator(**asked | {"head_dim": 80, "v_head_dim": 80}))
     with pytest.raises(SystemExit, match=r"torch\.float32; .* the model in bf16"):
         ours.before_pool_sizing(configurator(**asked | {"kv_cache_dtype": torch.float32}))
+    sliding = asked | {"is_hybrid_swa": True, "swa_head_dim": 64, "swa_v_head_dim": 64}
+    ours.before_pool_sizing(configurator(**sliding))
+    for changes, said in (
+        ({"swa_head_dim": 80}, "this model has 80 and 64"),
+        ({"swa_v_head_dim": 128}, "this model has 64 and 128"),
+        ({"hf_text_config": SimpleNamespace(num_kv_shared_layers=20)}, "20 layers of this model use another"),
+        ({"hf_config": SimpleNamespace(architectures=["Step3p5ForCausalLM"])}, "this one is a Step3p5ForCausalLM"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=said):
+            ours.before_pool_sizing(configurator(**sliding | changes))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     with pytest.raises(SystemExit, match=r"made for Hopper .* this is sm120"):
         ours.before_pool_sizing(on_gpu)
@@ -570,14 +538,14 @@ def test_engine_that_is_installed() -> None:
 # --- A served model -------------------------------------------------------------------------------------------------
 
 
-def greedy(model: Path, prompt: list[int], new: int, *, quantised: bool) -> list[int]:
-    """Tokens of the model in transformers; `quantised`: every key and value is read back from NVFP4."""
+def greedy(model: Path, prompt: list[int], new: int, formats: tuple[str, str] | None) -> list[int]:
+    """Tokens of the model in transformers; with `formats` every key and value is read back from them."""
     import transformers
 
     class Cache(transformers.DynamicCache):
         def update(self, k: torch.Tensor, v: torch.Tensor, *of: Any, **named: Any) -> Any:
-            if quantised:
-                k, v = stands_for(k), stands_for(v)
+            if formats is not None:
+                k, v = keys_for(k, *formats), stands_for(v, formats[1])
             return super().update(k, v, *of, **named)
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -591,13 +559,17 @@ def greedy(model: Path, prompt: list[int], new: int, *, quantised: bool) -> list
 
 
 @pytest.mark.engine
-def test_served_tokens_are_those_of_a_quantised_cache(serve: Any, tiny_model: Path) -> None:
+@pytest.mark.parametrize(("formats", "size"), [(FORMATS[0], 72), (FORMATS[3], 100)])
+def test_served_tokens_are_those_of_a_quantised_cache(
+    serve: Any, tiny_model: Path, formats: tuple[str, str], size: int
+) -> None:
     """Cold, on a cached prefix, and in one batch: what transformers gives with the same rounding, and not what it gives without."""
     prompts = [[(7 * n + 3 * n * n) % 500 + 5 for n in range(start, start + 40)] for start in (1, 60)]  # fmt: skip
-    want = [greedy(tiny_model, prompt, 16, quantised=True) for prompt in prompts]
-    assert [greedy(tiny_model, prompt, 16, quantised=False) for prompt in prompts] != want
-    with serve(NUMINOUS_KV4_NVFP4_TRITON="1") as running:
+    want = [greedy(tiny_model, prompt, 16, formats) for prompt in prompts]
+    assert [greedy(tiny_model, prompt, 16, None) for prompt in prompts] != want
+    options = {NVFP4_KEYS.name: formats[0], NVFP4_SCALES.name: formats[1]}
+    with serve(NUMINOUS_KV4_NVFP4_TRITON="1", **options) as running:
         assert running.generate(prompts[0], new_tokens=16) == want[:1]
         assert running.generate(*prompts, new_tokens=16) == want  # the first one from the cache
         assert running.totals(NVFP4_TRITON)["engaged"] > 0
-        assert f"{NVFP4_TRITON}: 8192 tokens of 72 bytes" in running.server.log.read_text()
+        assert f"{NVFP4_TRITON}: 8192 tokens of {size} bytes" in running.server.log.read_text()

@@ -106,6 +106,56 @@ def test_random_bits(gpu: torch.device) -> None:
             assert_bitwise_equal(f"buffer {index}", *pair)
 
 
+def _blocks_to_search(device: torch.device, count: int) -> torch.Tensor:
+    """bf16 [n, 1, 64]: blocks of few magnitudes, whose scales tie; flat, heavy-tailed, tiny and saturated ones; such that want far scales."""
+    generator = torch.Generator(device).manual_seed(5)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    normal = torch.randn(count, 16, generator=generator, device=device)
+    three = (0.2 + 0.8 * uniform(count, 3)).to(torch.bfloat16).float()
+    which = torch.randint(0, 3, (count, 16), generator=generator, device=device)
+    few = three.gather(1, which) * torch.where(uniform(count, 16) < 0.2, 2.0**-30, 1.0)
+    whole = torch.randint(0, 13, (count, 16), generator=generator, device=device) / 2
+    tiny = uniform(count, 16) * 2.0 ** -torch.randint(
+        3, 13, (count, 1), generator=generator, device=device
+    )
+    large = torch.where(
+        uniform(count, 16) < 0.2, 2600 + 3e4 * uniform(count, 1) ** 3, 2500 * uniform(count, 16)
+    )
+    low = torch.tensor(
+        [5.84375, *[0.375] * 5, *[0.40625] * 3, 3.125, 4.375, 4.8125, 4.8125, 4.875, 5, 5]
+    )
+    last = torch.tensor([2608.0, *[1920.0] * 7, 2080, *[2112.0] * 3, *[2240.0] * 4])
+    far = torch.stack([low, last]).to(device).repeat(2, 1)
+    x = torch.cat([normal, normal.abs() ** 3 * normal.sign(), few, whole, tiny, large, far])
+    return x.to(torch.bfloat16).view(-1, 1, 64)
+
+
+def _searches_as_numerics(device: torch.device, count: int) -> None:
+    x = _blocks_to_search(device, count)
+    loc = torch.arange(1, len(x) + 1, device=device)
+    got = _buffers(len(x) + 1, device=device)
+    nvfp4_write(x, x * 2.0**9, loc, *got, v_global_scale=2.0**9, scale_choice="mse")
+    packed, codes = quantize_nvfp4(x, scale_choice="mse")
+    for index, want in enumerate((packed, packed, codes, codes)):
+        assert_bitwise_equal(f"buffer {index}", got[index][1:], want)
+    moved = codes.int() - quantize_nvfp4(x)[1].int()
+    assert set(range(-3, 7)) <= set(moved.flatten().tolist())
+
+
+@pytest.mark.tier("interpret")
+def test_search_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.nvfp4_write.TILE", 4096)
+    _searches_as_numerics(torch.device("cpu"), 4000)
+
+
+@pytest.mark.tier("device")
+def test_search(gpu: torch.device) -> None:
+    _searches_as_numerics(gpu, 100_000)
+
+
 @pytest.mark.tier("interpret")
 def test_a_scale_on_the_device_out_of_range_makes_nan() -> None:
     for scale in (0.0, -1.0, float("nan"), float("inf"), 2.0**-65):
@@ -199,6 +249,11 @@ BYTES, SCALES = _buffers(4, 2)[0], _buffers(4, 2)[2]
         (ValueError, "k_global_scale is a number in 2.-64 … 2.64, got 0.0", {"k_global_scale": 0.0}),
         (ValueError, "v_global_scale is a number in 2.-64 … 2.64, got nan", {"v_global_scale": float("nan")}),
         (TypeError, "v_global_scale: expected float32", {"v_global_scale": torch.ones(1).double()}),
+        (ValueError, "scale_choice is 'amax' or 'mse', got 'max'", {"scale_choice": "max"}),
+        (ValueError, "global_scale is a power of two in .*, got 1.5", {"scale_choice": "mse", "v_global_scale": 1.5}),
+        (ValueError, "k_global_scale: scale_choice 'mse' takes a number", {"scale_choice": "mse", "k_global_scale": torch.ones(1)}),
+        (ValueError, "k_buffer: expected .4, 2, 64. on cpu, got .4, 2, 32.", {"k_scale_buffer": None}),
+        (ValueError, "k_buffer: heads must start at multiples of 2", {"k_scale_buffer": None, "k_buffer": BYTES.new_zeros(4, 2, 65)[..., 1:]}),
         (ValueError, "k_global_scale: expected one element on cpu", {"k_global_scale": torch.ones(2)}),
     ],
 )  # fmt: skip

@@ -17,7 +17,11 @@ import triton.language as tl
 from kv4_block_model import check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
-from numinous_kv_cache_4bit.kernels.sparse_mla_decode import choose_splits, sparse_mla_decode
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
+    choose_splits,
+    sparse_mla_decode,
+    split_last_turn,
+)
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
 from numinous_tooling.formats import join_steps, steps_of
 from numinous_tooling.numerics import dequantize_int8
@@ -35,10 +39,12 @@ extern "C" unsigned rope_pair(unsigned word, int half, unsigned low, unsigned hi
   return multiply_bf16_pairs(int8_pair(permute_bytes(word, half ? 0xb3a2 : 0x9180)), step_pair(low, high));
 }
 extern "C" int tile(int tiles, int splits, int split) { return first_tile(tiles, splits, split); }
+extern "C" int join(int splits) { return 64 * groups_of_join(splits); }
 extern "C" int row_of(unsigned thread, int group, int groups, int pass) { return producer_row(thread, group, groups, pass); }
 extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where a producer stores it
   return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
 }
+extern "C" long rows_asked() { return model::rows_asked; }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
 """
 
@@ -80,6 +86,24 @@ def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int
     check_no_rows(compiled(352), heads, splits, "wgmma")
 
 
+def test_rows_asked_for_on_the_model(compiled: Any) -> None:
+    """Every row is asked for in L2 once and before it is read, but those of a block's first tile, which are read at once."""
+    library = compiled(352)
+    for case, tiles in ((Case(1, 12, 330, splits=1), 1), (Case(2, 40, 140, splits=2), 4)):
+        before = library.rows_asked()
+        run_model(library, case, OP.make_inputs(case, 0, torch.device("cpu")))
+        assert library.rows_asked() - before == case.requests * case.topk - 64 * tiles
+
+
+@pytest.mark.parametrize(("heads", "whole"), [(5, 1), (20, 2), (70, 1)])
+def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: int) -> None:
+    """The first tokens' blocks write the output, the others' parts; 70 heads are two blocks of a list."""
+    case = Case(3, heads, 140, splits=2, sink=True, pattern="edges")
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    got = run_model(compiled(352), case, inputs, whole=whole)
+    OP.compare(case, got, OP.reference(case, inputs))
+
+
 QUICK_FAULTS = (
     "panels of V mixed up",
     "P not awaited",
@@ -93,15 +117,21 @@ FAULTS = {
     "rope codes without sign": ("spread & 0x807f807fu", "spread & 0x007f007fu"),
     "rows swizzled by another row": ("((chunk ^ (row % 8)) * 16)", "((chunk ^ ((row + 1) % 8)) * 16)"),
     "panels of V mixed up": ("return uint32_t(panel * kTilePanelBytes + k * 2048)", "return uint32_t(panel * kTilePanelBytes + k * 1024)"),
-    "wrong distance of panels": ("kTilePanelBytes, kGroupBytes), true);\n    wgmma_commit();\n    wgmma_wait();\n    hold(o);",
-                                 "8, kGroupBytes), true);\n    wgmma_commit();\n    wgmma_wait();\n    hold(o);"),
-    "invalid rows count": ("raw[pass].valid ? 0.0f : -kInf", "0.0f"),
-    "the output is not rescaled": ("o[i] *= alpha[i % 4 / 2]", "o[i] *= 1.0f"),
-    "only one half's maximum": ("fmaxf(most[r], fmaxf(top[r], other))", "fmaxf(most[r], top[r])"),
-    "P not awaited": ("    named_barrier(kAllConsumers, kConsumers);\n\n    hold(o);", "    hold(o);"),
+    "wrong distance of panels": ("mn_major_step(4 * half, 0), kTilePanelBytes", "mn_major_step(4 * half, 0), 8"),
+    "the second half of the values like the first": ("mn_major_step(2 * part, step)", "mn_major_step(0, step)"),
+    "invalid rows count": ("raw.valid ? 0.0f : -kInf", "0.0f"),
+    "the output is not rescaled": ("o[1][i] *= alpha[i % 4 / 2]", "o[1][i] *= 1.0f"),
+    "sums are not rescaled": ("sum[r] *= alpha[r];", ""),
+    "the other warpgroup's maximum is not taken": ("{maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]}", "{most[0], most[1]}"),
+    "P is overwritten while it is read": ("      barrier_wait(empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);  // by", "      // by"),
+    "the last tile of the other warpgroup is left out": ("(turns - 1 & 1) != half", "false"),
+    "P not awaited": ("    barrier_wait(weighed, turn & 1);\n  };", "  };"),
     "a tile is given back too early": ("    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);", ""),
-    "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * buffer);", ""),
+    "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (turn & 1));", ""),
     "values in the order of positions": ("(position & ~7) | (position & 1) << 2 | (position & 7) >> 1", "position"),
+    "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
+    "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
+    "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
     "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
 }  # fmt: skip
 
@@ -114,9 +144,11 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
     case = Case(1, 33, 70 if fault.startswith("the last") else 330, pattern="edges", splits=1)
     if fault.startswith("the last"):
         case = Case(1, 33, 190, splits=2)
+    if fault.startswith(("groups", "parts")):
+        case = Case(1, 5, 400, splits=19)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
-    with pytest.raises(AssertionError, match=r"out|lse|threads wait"):
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for"):
         OP.compare(case, run_model(compiled(case.width, FAULTS[fault]), case, inputs), want)
 
 
@@ -161,6 +193,7 @@ def test_layout(compiled: Any) -> None:
                 assert library.element_at(rows, row_, position) == plain ^ ((plain >> 7 & 7) << 4)
     for tiles in range(70):
         for splits in range(1, 65):
+            assert library.join(splits) == kernels.join_threads(splits)
             bounds = [library.tile(tiles, splits, split) for split in range(splits + 1)]
             assert bounds[0] == 0
             assert bounds[-1] == tiles
@@ -250,6 +283,22 @@ def test_choose_splits() -> None:
     assert 8 <= choose_splits(8, 32, 132) <= 16
     assert choose_splits(1, 0, 132) == 1
     assert choose_splits(1, 10**6, 132) <= kernels.MAX_SPLITS
+
+
+def test_split_last_turn() -> None:
+    """What fills turns of 132 is whole; of the rest a split where it ends sooner."""
+    assert split_last_turn(128, 1, 32, 132) == (128, 1)
+    assert split_last_turn(132, 1, 32, 132) == (132, 1)
+    assert split_last_turn(140, 1, 32, 132) == (132, choose_splits(8, 32, 132))
+    assert split_last_turn(64, 1, 32, 132) == (0, 2)
+    assert split_last_turn(128, 2, 32, 132) == (128, 1)
+    assert split_last_turn(67, 2, 32, 132) == (66, choose_splits(2, 32, 132))
+    for tokens in range(1, 300):
+        for groups in (1, 2, 4):
+            whole, splits = split_last_turn(tokens, groups, 32, 132)
+            assert 0 <= whole <= tokens
+            assert (whole == tokens) == (splits == 1)
+            assert whole == tokens or whole * groups > (tokens * groups // 132 - 1) * 132
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------

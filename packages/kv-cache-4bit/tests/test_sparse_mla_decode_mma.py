@@ -143,9 +143,11 @@ def test_source_by_gpu(
     if splits is None:  # of the list's 20 tiles, for all multiprocessors
         splits = kernels.choose_splits(3 * 64 // plan.heads, 20, 188)
         assert splits > 1
-    assert (name, grid, threads) == (plan.entry, (3 * splits, 64 // plan.heads), plan.threads)
-    assert options == {"shared": plan.shared(call.row), "stream": 7}
-    assert [one[1] for one in launched[1:]] == ["combine"] * (splits > 1)
+    assert (name, grid, threads) == (plan.entry, (3 * splits * 64 // plan.heads,), plan.threads)
+    assert options == {"shared": plan.shared(call.row), "stream": 7, "pdl": False}
+    joins = [(one[1], one[2], one[5]) for one in launched[1:]]
+    pdl = {"shared": 0, "stream": 7, "pdl": True}
+    assert joins == [("combine", (3 * 64,), pdl)] * (splits > 1)
 
 
 # --- On the GPU -----------------------------------------------------------------------------------------------------

@@ -215,6 +215,14 @@ def test_cuda_spills_are_seen() -> None:
 
 
 @pytest.mark.usefixtures("nvcc")
+def test_products_that_wait_for_one_another_are_refused(package: Path) -> None:
+    """ptxas only remarks that an accumulator is touched while a product is under way."""
+    early = dataclasses.replace(HOPPER, defines={"PRODUCTS": "2"})
+    with pytest.raises(CompileError, match=r"hopper for sm_90a: .*serialized due to .*'multiply'"):
+        cuda.compile_target(package, early, "sm_90a")
+
+
+@pytest.mark.usefixtures("nvcc")
 def test_the_wrong_architecture_is_refused(package: Path) -> None:
     with pytest.raises(CompileError, match=r"hopper for sm_90: .*wgmma.*not supported.*sm_90'"):
         cuda.compile_target(package, HOPPER, "sm_90")

@@ -191,12 +191,19 @@ def test_the_question_of_a_4_bit_cache_is_a_preset(device: str, monkeypatch: pyt
     options = _parser().parse_args(["kv4", "--model", "m"])
     assert (options.features, options.yardstick) == (kv4.FEATURE, kv4.YARDSTICK)
     assert (options.margin, options.top_k) == (16.0, 1024)
+    assert (options.keys, options.scales, options.env_b) == (None, None, [])
     options.device, options.flags_all = device, "--tp-size 2"
     asked = []
     monkeypatch.setattr(command, "run", lambda options, *of: asked.append(options.flags_all) or 7)
     assert COMMANDS["kv4"].run(options, [], None, None) == 7
     gpu = f"{kv4.GPU_FLAGS} " if device == "gpu" else ""
     assert asked == [f"{gpu}--tp-size 2"]
+    assert options.env_b == []
+    options = _parser().parse_args(["kv4", "--keys", "fp8", "--scales", "mse", "--env-b", "A=1"])
+    COMMANDS["kv4"].run(options, [], None, None)
+    keys, scales = (f"NUMINOUS_KV4_NVFP4_TRITON_{word}" for word in ("KEYS=fp8", "SCALES=mse"))
+    assert options.env_b == ["A=1", keys, scales]
+    assert _parser().parse_args(["kv4"]).env_b == []
     again = _parser().parse_args(["accuracy"])
     assert (again.features, again.yardstick, again.margin, again.top_k) == ("none", None, 3.0, None)
 

@@ -152,6 +152,22 @@ def test_figures_of_each_kind(record) -> None:
     assert (users["n"], users["a_frontier"]["4096"]["holds"]) == (6, 8)
 
 
+def test_options_of_the_features_that_an_arm_had(record) -> None:
+    document = accuracy()
+    document["features"] = ["kv4.nvfp4_triton"]
+    document["arms"]["B"]["env"] = {
+        "NUMINOUS_KV4_NVFP4_TRITON": "1",
+        "NUMINOUS_KV4_NVFP4_TRITON_SCALES": "mse",
+        "NUMINOUS_KV4_NVFP4_TRITON_KEYS": "fp8",
+        "NUMINOUS_KV4_OTHER_KEYS": "no",
+        "HOME": "no",
+    }
+    _, _, (made,) = record(document)
+    assert made["options"] == "KEYS=fp8 SCALES=mse"
+    _, _, (*_, other) = record(accuracy() | {"utc": "2026", "command": "another"})
+    assert "options" not in other
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_run_did_not_write_down_is_null(record, kind: str) -> None:
     document = KINDS[kind]()

@@ -22,4 +22,12 @@ KERNELS = (
         arch=dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled"),
         peers=("sglang", "sglang-splitkv", "sglang-decode", "flashinfer-fa2", "fa3"),
     ),
+    Kernel(
+        op="qk_norm_rope_store",
+        package="attention",
+        declared="numinous_attention.workbench.qk_norm_rope_store:OP",
+        sentence="RMSNorm of query and key heads, rotary embedding and the write to the KV cache (bf16, FP8, slots of window pools translated) in one kernel, for Gemma 3 and 4.",
+        arch=dict.fromkeys(("sm90", "sm100", "sm103", "sm120", "gfx950"), "compiled"),
+        peers=("sglang",),
+    ),
 )

@@ -32,3 +32,5 @@ PER_LAYER_BACKEND = "attention.per_layer_backend"
 
 FLASH_DIM = 256
 """Widest head that FlashAttention-3 has kernels for."""
+
+MIXED_TAIL = "attention.mixed_tail"

@@ -52,5 +52,27 @@ DECODE = {
 """The option of each feature with 4-bit rows."""
 
 NVFP4_TRITON = "kv4.nvfp4_triton"
+SLIDING_ARCHITECTURES = (
+    "GptOssForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+)
+"""Of the models that have a pool for sliding windows, the ones whose attention was read."""
+FP8, NVFP4 = "fp8", "nvfp4"
+NVFP4_KEYS = Option(
+    name=f"{flag_of(NVFP4_TRITON)}_KEYS",
+    kind="str",
+    default=NVFP4,
+    doc="What keys are kept in: NVFP4 like values (4.5 bits a value), or FP8 for models that lose too much by it (6.25 bits a value of both).",
+    choices=(NVFP4, FP8),
+)
+NVFP4_SCALES = Option(
+    name=f"{flag_of(NVFP4_TRITON)}_SCALES",
+    kind="str",
+    default="amax",
+    doc="How NVFP4's block scales are chosen: by the largest value (amax), or by a search for the least squared error, paid at the write (mse).",
+    choices=("amax", "mse"),
+)
 CPU_PLATFORM = "numinous-cpu"
 """Value of `SGLANG_PLATFORM` with which the engine serves on a CPU."""

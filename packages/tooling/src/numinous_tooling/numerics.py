@@ -425,9 +425,12 @@ def _search_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales and codes of least squared error; blocks of zeros, with NaN or inf keep the first choice."""
 
+    exact = blocks.double()
+
     def error(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        values = _nvfp4_values(codes.flatten(-2), scales, above).view_as(blocks)
-        return (values.double() - blocks.double()).square().sum(-1)
+        values = _nvfp4_values(codes.flatten(-2), scales, above).view_as(blocks).double()
+        # Less Σ x², which all have in common: values that become zero, however small, then round nothing away.
+        return (values * (values - 2.0 * exact)).sum(-1)
 
     scales, least = first, error(codes, first)
     offsets = sorted(range(-search[0], search[1] + 1), key=lambda offset: (abs(offset), offset))

@@ -27,7 +27,7 @@ count = counters(PER_LAYER_BACKEND)
 
 def refuse(reason: str) -> None:
     """End the process with one line."""
-    raise SystemExit(f"{PER_LAYER_BACKEND}: {reason}")
+    raise SystemExit(f"{PER_LAYER_BACKEND}: {reason}; unset {flag_of(PER_LAYER_BACKEND)}")
 
 
 def count_layer(flash: bool) -> None:
@@ -68,9 +68,7 @@ def around_build(
 ) -> Any:
     """`_build_full_attention_backend_from_str`: ours for ``triton``; any other name ends the process."""
     if backend_str != "triton":
-        refuse(
-            f"the attention backend would be {backend_str}; add --attention-backend triton, or unset {flag_of(PER_LAYER_BACKEND)}"
-        )
+        refuse(f"the attention backend would be {backend_str}; add --attention-backend triton")
     if model_runner.is_draft_worker:
         refuse("drafts are not covered")
     layers = attention_layers(model_runner.model)
@@ -101,7 +99,7 @@ def check_machine() -> None:
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability != (9, 0):
         found = "no GPU" if capability is None else "sm{}{}".format(*capability)
-        refuse(f"made for Hopper (sm90), this is {found}; unset {flag_of(PER_LAYER_BACKEND)}")
+        refuse(f"made for Hopper (sm90), this is {found}")
 
 
 def _two_backends() -> Any:

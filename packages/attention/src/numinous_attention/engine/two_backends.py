@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
+from numinous_attention.engine import mixed_tail
 from numinous_attention.engine import per_layer_backend as ours
 
 
@@ -34,6 +35,8 @@ class TwoBackends(TritonAttnBackend):
         # kernel makes one per layer, as for every layer with a window.
         self.flash._disable_scheduler_metadata_precompute = True
         self.attn_backend_list = [self.flash]
+        if hasattr(self, "numinous_tail"):  # `attention.mixed_tail` has joined the Triton half
+            mixed_tail.after_flash(self.flash, model_runner)
         fill = self.get_cuda_graph_seq_len_fill_value()
         if self.flash.get_cuda_graph_seq_len_fill_value() != fill:
             ours.refuse("the backends fill padded requests differently")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of ``kv4.nvfp4_triton``: the engine's MHA pool with packed E2M1 and E4M3 block scales in buffers of their own.
+"""The pools of ``kv4.nvfp4_triton``: the engine's MHA pool with packed E2M1 and E4M3 block scales in buffers of their own, keys in FP8 if so wanted.
 
-Imported where the engine builds its pool, not before: its class derives from the engine's.
+Imported where the engine builds its pool, not before: the classes derive from the engine's.
 
 Whatever copies slots carries data and scales: moves, host copies of retracted requests. Registration for another server is refused.
 """
@@ -14,31 +14,37 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
 from numinous_kv_cache_4bit.kernels import nvfp4_write
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
 from numinous_kv_cache_4bit.options import NVFP4_TRITON
-from numinous_tooling.numerics import NVFP4_BLOCK, dequantize_nvfp4
+from numinous_tooling.numerics import NVFP4_BLOCK, decode_e4m3fn, dequantize_nvfp4
 
 HostCopy = list[list[list[torch.Tensor]]]
-Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of a layer: keys, values, scales of keys, scales of values."""
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""Of a layer: keys, values, scales of keys, which FP8 has none of, and scales of values."""
 
 
 class Nvfp4Pool(MHATokenToKVPool):
     """What the engine takes for a pool of `dtype`.
 
     Per layer `k_buffer` and `v_buffer` are uint8 [slots, heads, D / 2], low nibble = even column, `k_scale_buffer` and `v_scale_buffer` uint8
-    [slots, heads, D / 16], E4M3 codes. What readers of `get_key_buffer` get has the shape and dtype of a plain pool and no memory
+    [slots, heads, D / 16], E4M3 codes; with FP8 keys `k_buffer` is [slots, heads, D], E4M3 codes, and `k_scale_buffer` has no columns. What readers of `get_key_buffer` get has the shape and dtype of a plain pool and no memory
     (device ``meta``): reading it fails. Only with a shadow, and within `attending`, it is the shadow.
 
     Args:
         shadowed: whether the backend reads whole buffers by slot.
+        fp8_keys: whether keys are FP8.
+        scale_choice: of NVFP4's block scales, "amax" or "mse".
         args, named: of `MHATokenToKVPool`.
     """
 
-    def __init__(self, *args: Any, shadowed: bool, **named: Any) -> None:
-        self.shadowed = shadowed
+    def __init__(
+        self, *args: Any, shadowed: bool, fp8_keys: bool, scale_choice: ScaleChoice, **named: Any
+    ) -> None:
+        self.shadowed, self.fp8_keys, self.scale_choice = shadowed, fp8_keys, scale_choice
         super().__init__(*args, **named)
         # The other way needs a warm-up launch; this one carries scales too.
         self.use_native_move_kv_cache = True
@@ -48,13 +54,16 @@ class Nvfp4Pool(MHATokenToKVPool):
             feature.refuse("SGLANG_USE_HND_KVCACHE and other layouts are not covered")
         slots = self.size + self.page_size
         shape = (slots, self.head_num, self.head_dim)
-        widths = (self.head_dim // 2, self.head_dim // NVFP4_BLOCK)
+        packed, scales = self.head_dim // 2, self.head_dim // NVFP4_BLOCK
+        widths = (packed, packed, scales, scales)
+        if self.fp8_keys:
+            widths = (self.head_dim, packed, 0, scales)
         self.k_buffer, self.v_buffer, self.k_scale_buffer, self.v_scale_buffer = (
             [
                 torch.zeros((*shape[:2], width), dtype=torch.uint8, device=self.device)
                 for _ in range(self.layer_num)
             ]
-            for width in (widths[0], widths[0], widths[1], widths[1])
+            for width in widths
         )
         self.dq_k_buffer = self.dq_v_buffer = None
         self.store_dtype = torch.uint8
@@ -91,9 +100,12 @@ class Nvfp4Pool(MHATokenToKVPool):
         return (
             self.k_buffer[at],
             self.v_buffer[at],
-            self.k_scale_buffer[at],
+            None if self.fp8_keys else self.k_scale_buffer[at],
             self.v_scale_buffer[at],
         )
+
+    def _kept(self, layer_id: int) -> list[torch.Tensor]:
+        return [buffer for buffer in self._of(layer_id) if buffer is not None]
 
     # --- Write ---
 
@@ -123,7 +135,7 @@ class Nvfp4Pool(MHATokenToKVPool):
         loc, _, _ = unwrap_write_loc(loc_info)
         self._in_shadow = False
         layer_id = layer.layer_id if layer_id_override is None else layer_id_override
-        write(self._of(layer_id), loc, cache_k, cache_v)
+        write(self._of(layer_id), loc, cache_k, cache_v, self.scale_choice)
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **named: Any) -> None:
         raise RuntimeError(
@@ -184,10 +196,10 @@ class Nvfp4Pool(MHATokenToKVPool):
     def get_cpu_copy(
         self, indices: torch.Tensor, mamba_indices: Any = None, req_pool_index: Any = None
     ) -> HostCopy:
-        """Data and scales of slots: by layer, by chunk of slots, keys, values and the scales of both."""
+        """Data and scales of slots: by layer, by chunk of slots, keys, values and the scales there are."""
         chunks = indices.split(self.cpu_offloading_chunk_size)
         return [
-            [[each[chunk].cpu() for each in self._of(self.start_layer + at)] for chunk in chunks]
+            [[each[chunk].cpu() for each in self._kept(self.start_layer + at)] for chunk in chunks]
             for at in range(self.layer_num)
         ]
 
@@ -202,26 +214,101 @@ class Nvfp4Pool(MHATokenToKVPool):
         chunks = indices.split(self.cpu_offloading_chunk_size)
         for at, layer in enumerate(kv_cache_cpu):
             for chunk, copies in zip(chunks, layer, strict=True):
-                for buffer, copy in zip(self._of(self.start_layer + at), copies, strict=True):
+                for buffer, copy in zip(self._kept(self.start_layer + at), copies, strict=True):
                     buffer[chunk] = copy.to(buffer.device)
 
     def get_contiguous_buf_infos(self) -> Any:
         raise RuntimeError(f"{NVFP4_TRITON}: disaggregation is not covered")
 
 
-def write(buffers: Buffers, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+class Nvfp4SwaPool(SWAKVPool):
+    """That of models with sliding windows: one `Nvfp4Pool` for full and one for sliding layers, each with slot ids of its own.
+
+    The engine translates ids for sliding layers before it writes or attends, and its own code moves and copies whole slots of both pools.
+
+    Args:
+        fp8_keys, scale_choice: of `Nvfp4Pool`.
+        named: of `SWAKVPool`, the geometry of sliding layers (`swa_head_num`, `swa_head_dim`) among them.
+    """
+
+    def __init__(self, *, fp8_keys: bool, scale_choice: ScaleChoice, **named: Any) -> None:
+        self.fp8_keys, self.scale_choice = fp8_keys, scale_choice
+        self._pool: Nvfp4Pool | None = None
+        super().__init__(
+            **named,
+            token_to_kv_pool_class=Nvfp4Pool,
+            shadowed=False,
+            fp8_keys=fp8_keys,
+            scale_choice=scale_choice,
+            enable_alt_stream=False,
+        )
+
+    def _of(self, layer_id: int) -> tuple[Nvfp4Pool, int, bool]:
+        at, sliding = self.layers_mapping[layer_id]
+        return self.swa_kv_pool if sliding else self.full_kv_pool, at, sliding
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        """`Nvfp4Pool.set_kv_buffer` of the layer's pool; `loc_info` has the ids of both."""
+        pool, at, sliding = self._of(layer.layer_id)
+        loc, swa_loc, _ = unwrap_write_loc(loc_info)
+        if sliding:
+            if swa_loc is None:
+                raise RuntimeError(f"{NVFP4_TRITON}: a write to a sliding layer without its ids")
+            loc = swa_loc
+        pool.set_kv_buffer(layer, loc, cache_k, cache_v, k_scale, v_scale, layer_id_override=at)
+
+    @contextmanager
+    def attending(self, layer_id: int, table: torch.Tensor, batch: Any) -> Iterator[None]:
+        """One layer's attention over a batch; see `Nvfp4Pool.attending`."""
+        self._pool, at, _ = self._of(layer_id)
+        try:
+            with self._pool.attending(at, table, batch):
+                yield
+        finally:
+            self._pool = None
+
+    def _attending_pool(self) -> Nvfp4Pool:
+        if self._pool is None:
+            raise RuntimeError(f"{NVFP4_TRITON}: a read outside of attention")
+        return self._pool
+
+    @property
+    def attended(self) -> Buffers:
+        """Those of the layer that is attended to."""
+        return self._attending_pool().attended
+
+    def decoded(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Nvfp4Pool.decoded`, of slots of the layer's pool."""
+        return self._attending_pool().decoded(slots)
+
+
+def write(
+    buffers: Buffers, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor, choice: ScaleChoice
+) -> None:
     """Quantise new tokens and write them at their slots; see `Nvfp4Pool.set_kv_buffer`."""
     heads = buffers[0].shape[1]
     new_k, new_v = (x[: len(loc)].view(len(loc), heads, -1).to(torch.bfloat16) for x in (k, v))
     if loc.is_cuda:
-        nvfp4_write.nvfp4_write(new_k, new_v, loc, *buffers)
+        nvfp4_write.nvfp4_write(new_k, new_v, loc, *buffers, scale_choice=choice)
     else:
-        nvfp4_write.reference(new_k, new_v, loc, *buffers)
+        nvfp4_write.reference(new_k, new_v, loc, *buffers, scale_choice=choice)
 
 
 def read(
     buffers: Buffers, slots: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of slots, [n, heads, D], exactly."""
-    k, v, k_scales, v_scales = (each[slots] for each in buffers)
-    return dequantize_nvfp4(k, k_scales, dtype=dtype), dequantize_nvfp4(v, v_scales, dtype=dtype)
+    k, v, k_scales, v_scales = (None if each is None else each[slots] for each in buffers)
+    if k_scales is None:
+        keys = decode_e4m3fn(k).to(dtype)
+    else:
+        keys = dequantize_nvfp4(k, k_scales, dtype=dtype)
+    return keys, dequantize_nvfp4(v, v_scales, dtype=dtype)

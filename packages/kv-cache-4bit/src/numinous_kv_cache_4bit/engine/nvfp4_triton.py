@@ -3,6 +3,7 @@
 
 *Cache*    The engine believes in a cache of the model's own dtype, so no backend asks for descales. Of K and of V a token has in each layer and
            head D / 2 bytes of E2M1 and D / 16 bytes of E4M3, without a scale above them: what they stand for is exact in bf16.
+           With ``…_KEYS=fp8`` it has D bytes of E4M3 of K, under a scale of 1.
 *Triton*   Two kernels read the cache: decode, and extend's prefix. Decode is `decode_attention_nvfp4`, which reads packed rows. Extend stays
            stock's, over the rows of the prefix decoded side by side into a scratch that the call allocates, with ids that count. It takes
            requests in turns of `SCRATCH_ROWS` rows (one longer request alone), and waits once a layer to know how many there are, so it
@@ -10,6 +11,8 @@
            in the interpreter, decode goes the way of extend.
 *CPU*      `torch_native` reads whole buffers by slot: it gets a *shadow*, one layer in the model's dtype, in which the live rows are decoded. It
            reads a chunk's own keys and values from there as well, so a prefill sees somewhat more of the quantisation than on the Triton backend.
+*Windows*  Models with sliding windows have two pools, each packed (`Nvfp4SwaPool`). The engine hands over lists that are cut to the window and
+           hold ids of the sliding layers' pool, so neither kernel knows of it. On a GPU only: the CPU platform builds one pool for all layers.
 *Ranks*    Every rank has its own heads of the same tokens; nothing here decides what runs.
 """
 
@@ -22,10 +25,17 @@ from typing import Any
 import torch
 
 from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import DIMS, decode_attention_nvfp4
-from numinous_kv_cache_4bit.options import NVFP4_TRITON
+from numinous_kv_cache_4bit.options import (
+    FP8,
+    NVFP4_KEYS,
+    NVFP4_SCALES,
+    NVFP4_TRITON,
+    SLIDING_ARCHITECTURES,
+)
 from numinous_tooling.numerics import NVFP4_BLOCK
 from numinous_tooling.patching.counters import counters
 from numinous_tooling.patching.feature import flag_of
+from numinous_tooling.patching.flags import option_value
 
 SCRATCH_ROWS = 32768
 """Rows of a prefix that are decoded at once: 134 MB for 8 heads of 128 in bf16, and while torch decodes them about three times that (*derived*)."""
@@ -42,15 +52,24 @@ def refuse(reason: str) -> None:
 # --- Boot -----------------------------------------------------------------------------------------------------------
 
 
-def cell_size(heads: int, head_dim: int, layers: int, shadow: int = 0) -> int:
+def fp8_keys() -> bool:
+    """What the option says of this process."""
+    return bool(option_value(NVFP4_KEYS) == FP8)
+
+
+def cell_size(
+    heads: int, head_dim: int, layers: int, shadow: int = 0, *, fp8_keys: bool = False
+) -> int:
     """KV bytes of a token.
 
     Args:
         heads: KV heads of a rank.
+        fp8_keys: whether keys are FP8.
         shadow: bytes of an element of the shadow, which is kept once for all layers; 0 where there is none.
     """
     packed = head_dim // 2 + head_dim // NVFP4_BLOCK
-    return 2 * heads * (packed * layers + shadow * head_dim)
+    keys = head_dim if fp8_keys else packed
+    return heads * ((keys + packed) * layers + 2 * shadow * head_dim)
 
 
 def before_pool_sizing(configurator: Any) -> None:
@@ -69,7 +88,7 @@ def before_pool_sizing(configurator: Any) -> None:
     if configurator.use_mla_backend:
         refuse("made for MHA and GQA models, this one has MLA; see kv4.mla_dense")
     if configurator.is_hybrid_swa:
-        refuse("models with a pool for sliding windows are not covered yet")
+        _check_sliding(configurator)
     if configurator.mambaish_config:
         refuse("models with linear attention or Mamba layers are not covered yet")
     if model.is_encoder_decoder:
@@ -95,6 +114,27 @@ def before_pool_sizing(configurator: Any) -> None:
         refuse("drafts are not covered")
 
 
+def _check_sliding(configurator: Any) -> None:
+    """End the process unless this model with sliding windows is covered."""
+    model = configurator.model_config
+    if not _on_gpu(configurator):
+        refuse("models with a pool for sliding windows are covered on a GPU only")
+    (architecture, *_) = model.hf_config.architectures
+    if architecture not in SLIDING_ARCHITECTURES:
+        refuse(
+            f"of models with a pool for sliding windows {', '.join(SLIDING_ARCHITECTURES)} are covered, "
+            f"this one is a {architecture}"
+        )
+    if shared := getattr(model.hf_text_config, "num_kv_shared_layers", 0):
+        refuse(f"{shared} layers of this model use another layer's cache, which is not covered")
+    dim = model.swa_head_dim
+    if dim != model.swa_v_head_dim or dim not in DIMS:
+        refuse(
+            f"takes keys and values of sliding layers of one width among {', '.join(map(str, DIMS))}, "
+            f"this model has {dim} and {model.swa_v_head_dim}"
+        )
+
+
 def _on_gpu(configurator: Any) -> bool:
     """Whether the engine serves there; the CPU platform may do its work on a machine with one."""
     return torch.device(configurator.device).type != "cpu"
@@ -108,6 +148,18 @@ def _shape(configurator: Any) -> tuple[int, int, int]:
     model = configurator.model_config
     heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
     return heads, model.head_dim, configurator.layer_info.num_effective_layers
+
+
+def _sliding_shape(configurator: Any) -> tuple[int, int, int]:
+    """Of sliding layers, likewise; as the engine's builder has them, which takes those of full layers for most models."""
+    from sglang.srt.runtime_context import get_parallel
+
+    model = configurator.model_config
+    heads, head_dim, _ = _shape(configurator)
+    if configurator.is_hybrid_swa_compress:
+        heads = max(1, model.hf_text_config.swa_num_key_value_heads // get_parallel().attn_tp_size)
+        head_dim = model.swa_head_dim
+    return heads, head_dim, len(model.swa_attention_layer_ids)
 
 
 def _shadow_dtype(configurator: Any) -> torch.dtype | None:
@@ -127,7 +179,18 @@ def _shadow_dtype(configurator: Any) -> torch.dtype | None:
 def after_sizing(result: None, sizing: Any, configurator: Any) -> None:
     """`DefaultPoolConfigurator.__init__`: the bytes of a token that it divides the memory by."""
     shadow = _shadow_dtype(configurator)
-    sizing._cell_size = cell_size(*_shape(configurator), shadow.itemsize if shadow else 0)
+    width = shadow.itemsize if shadow else 0
+    sizing._cell_size = cell_size(*_shape(configurator), width, fp8_keys=fp8_keys())
+
+
+def after_sliding_sizing(result: None, sizing: Any, configurator: Any) -> None:
+    """`HybridSWAPoolConfigurator.__init__`: the bytes of a token in a full and in a sliding layer."""
+    _shadow_dtype(configurator)
+    heads, head_dim, _ = _shape(configurator)
+    sizing._full_per_token = cell_size(heads, head_dim, 1, fp8_keys=fp8_keys())
+    heads, head_dim, _ = _sliding_shape(configurator)
+    sizing._swa_per_token = cell_size(heads, head_dim, 1, fp8_keys=fp8_keys())
+    sizing._recompute_cell_size()
 
 
 def around_pool(
@@ -154,6 +217,42 @@ def around_pool(
         end_layer=configurator.layer_info.end_layer,
         enable_alt_stream=False,
         shadowed=_shadow_dtype(configurator) is not None,
+        fp8_keys=fp8_keys(),
+        scale_choice=option_value(NVFP4_SCALES),
+    )
+
+
+def around_sliding_pool(
+    original: Callable[..., Any],
+    configurator: Any,
+    *,
+    full_max_total_num_tokens: int,
+    swa_max_total_num_tokens: int,
+    **of_stock: Any,
+) -> Any:
+    """`KVCacheConfigurator._build_hybrid_swa_kv_pool`: two pools of packed buffers."""
+    from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4SwaPool
+
+    if configurator.post_capture_kv_active or configurator.is_hybrid_swa_mtp_draft:
+        refuse("the engine would build a pool of another kind for this launch")
+    model = configurator.model_config
+    heads, head_dim, _ = _shape(configurator)
+    sliding_heads, sliding_dim, _ = _sliding_shape(configurator)
+    return Nvfp4SwaPool(
+        size=full_max_total_num_tokens,
+        size_swa=swa_max_total_num_tokens,
+        page_size=configurator.pool_page_size,
+        dtype=configurator.kv_cache_dtype,
+        head_num=heads,
+        head_dim=head_dim,
+        swa_head_num=sliding_heads,
+        swa_head_dim=sliding_dim,
+        swa_v_head_dim=sliding_dim,
+        swa_attention_layer_ids=model.swa_attention_layer_ids,
+        full_attention_layer_ids=model.full_attention_layer_ids,
+        device=configurator.device,
+        fp8_keys=fp8_keys(),
+        scale_choice=option_value(NVFP4_SCALES),
     )
 
 
@@ -161,12 +260,15 @@ def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:
     """`KVCacheConfigurator._build_token_to_kv_pool`: no other pool may stand where memory was counted for ours."""
     from sglang.srt.utils import log_info_on_rank0
 
-    from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4Pool
+    from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4Pool, Nvfp4SwaPool
 
+    if isinstance(result, Nvfp4SwaPool):
+        log_info_on_rank0(logger, f"{NVFP4_TRITON}: {_of_two(result)}")
+        return
     if not isinstance(result, Nvfp4Pool):
         refuse(f"the engine builds a {type(result).__name__} for this launch, not covered")
     heads, head_dim, layers = _shape(configurator)
-    ours = cell_size(heads, head_dim, layers)
+    ours = cell_size(heads, head_dim, layers, fp8_keys=result.fp8_keys)
     others = [
         (name, 2 * heads * head_dim * layers * width) for name, width in (("FP8", 1), ("bf16", 2))
     ]
@@ -176,8 +278,19 @@ def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:
     )
     log_info_on_rank0(
         logger,
-        f"{NVFP4_TRITON}: {result.size} tokens of {ours} bytes in {layers} layers; these bytes would hold {told}",
+        f"{NVFP4_TRITON}: {result.size} tokens of {ours} bytes in {layers} layers, keys in {'FP8' if result.fp8_keys else 'NVFP4'}, "
+        f"values in NVFP4, scales by {result.scale_choice}; these bytes would hold {told}",
     )
+
+
+def _of_two(pool: Any) -> str:
+    """One line on the two pools of a model with sliding windows."""
+    told = [
+        f"{each.size} tokens of {cell_size(each.head_num, each.head_dim, each.layer_num, fp8_keys=pool.fp8_keys)} bytes "
+        f"in {each.layer_num} {name} layers"
+        for each, name in ((pool.full_kv_pool, "full"), (pool.swa_kv_pool, "sliding"))
+    ]
+    return f"{' and '.join(told)}, keys in {'FP8' if pool.fp8_keys else 'NVFP4'}, values in NVFP4, scales by {pool.scale_choice}"
 
 
 # --- Attention ------------------------------------------------------------------------------------------------------

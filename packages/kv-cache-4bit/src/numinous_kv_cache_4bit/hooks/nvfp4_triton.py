@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declaration of ``kv4.nvfp4_triton``: NVFP4 in the cache of MHA and GQA models, on the Triton attention backend and on the CPU platform.
 
-*Seam*      the sizing, the two builders of a uniform MHA pool, the one method through which every attention backend is called, the
+*Seam*      the two sizings, the builders of a uniform MHA pool (two) and of that of models with sliding windows, the one method through which every attention backend is called, the
             constructor of the Triton backend, which names the two kernels it calls, and what lets models write to a bf16 pool themselves.
 *Why*       Stock 0.5.20 takes ``--kv-cache-dtype nvfp4`` on Blackwell only, not on its Triton backend (which ends with a KeyError there), and
             nowhere without CUDA. Nobody can ask what it costs a model without the GPU.
-*Flag*      ``NUMINOUS_KV4_NVFP4_TRITON=1``, without ``--kv-cache-dtype``.
+*Flag*      ``NUMINOUS_KV4_NVFP4_TRITON=1``, without ``--kv-cache-dtype``. ``…_KEYS=fp8`` keeps keys in FP8, ``…_SCALES=mse`` searches block scales.
 *Neighbour* stock's FP8 cache of the same model: ``numinous gate kv4`` runs it as the yardstick.
 *Undo*      leave the flag unset.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numinous_kv_cache_4bit.hooks.launch import UNCOVERED, text_of
-from numinous_kv_cache_4bit.options import CPU_PLATFORM, NVFP4_TRITON
+from numinous_kv_cache_4bit.options import CPU_PLATFORM, NVFP4_KEYS, NVFP4_SCALES, NVFP4_TRITON
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
 from numinous_tooling.patching.serve_command import ServeCommand
@@ -28,6 +28,7 @@ NATIVE = f"{ATTENTION}.torch_native_backend:TorchNativeAttnBackend"
 OURS = "numinous_kv_cache_4bit.engine.nvfp4_triton"
 POOL = "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool"
 SIZING = "sglang.srt.model_executor.pool_configurator"
+SLIDING_POOL = "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool"
 TRITON = f"{ATTENTION}.triton_backend:TritonAttnBackend"
 
 POOL_PINS = tuple(
@@ -149,7 +150,55 @@ FEATURE = Feature(
             call=f"{OURS}:around_fused_write",
             pins=(stock_pin(FUSED_WRITE, "b3fc310b61cd4265"),),
         ),
+        Hook(
+            id="kv4.nvfp4_triton.09",
+            target=f"{SIZING}:HybridSWAPoolConfigurator.__init__",
+            kind="after",
+            call=f"{OURS}:after_sliding_sizing",
+            pins=(
+                Pin(
+                    f"{SIZING}:HybridSWAPoolConfigurator.__init__",
+                    {STOCK: "5ba13320eae10b50", f"{STOCK} + upstream.swa_fp4_pool": "7528e453917227ca"},
+                ),
+                stock_pin(f"{SIZING}:HybridSWAPoolConfigurator._recompute_cell_size", "679e6d88b0974eac"),
+                stock_pin(f"{SIZING}:HybridSWAPoolConfigurator.calculate_pool_sizes", "49308862c3d890b0"),
+                stock_pin(f"{SIZING}:HybridSWAPoolConfigurator._solve_pool_sizes", "b327aed47e8c1125"),
+                # The subclass, which asks for the bytes of a token afterwards.
+                stock_pin(f"{SIZING}:SWAChunkCapPoolConfigurator.__init__", "70c1f75d4e5a6cb0"),
+                stock_pin(f"{SIZING}:SWAChunkCapPoolConfigurator.calculate_pool_sizes", "583c42678126c603"),
+            ),
+        ),
+        Hook(
+            id="kv4.nvfp4_triton.10",
+            target=f"{CONFIGURATOR}._build_hybrid_swa_kv_pool",
+            kind="around",
+            call=f"{OURS}:around_sliding_pool",
+            pins=(
+                Pin(
+                    f"{CONFIGURATOR}._build_hybrid_swa_kv_pool",
+                    {STOCK: "ad16f866961fa35c", f"{STOCK} + upstream.swa_fp4_pool": "76bad034529d2d9e"},
+                ),
+                *(
+                    stock_pin(f"{SLIDING_POOL}.{name}", digest)
+                    for name, digest in (
+                        ("__init__", "3a557fb958541482"),
+                        ("get_kv_size_bytes", "3eae0f5cc44f6b3e"),
+                        ("get_key_buffer", "40a41e8fd3e08ce5"),
+                        ("get_value_buffer", "887f3c6cf6b25104"),
+                        ("translate_loc_from_full_to_swa", "ccdfd098f87aab23"),
+                        ("set_kv_buffer", "489020200a1d2253"),
+                        ("move_kv_cache", "a4e048992d4b9057"),
+                        ("_filter_swa_cpu_copy", "ee3396498c995567"),
+                        ("get_cpu_copy", "27651832996ca972"),
+                        ("load_cpu_copy", "0ab530523a585b31"),
+                    )
+                ),
+                # Lists of sliding layers hold ids of their own pool.
+                stock_pin(f"{ATTENTION}.triton_backend:update_sliding_window_buffer", "7d1e644d298088b8"),
+            ),
+        ),
     ),
+    options=(NVFP4_KEYS, NVFP4_SCALES),
     judge="numinous_kv_cache_4bit.hooks.nvfp4_triton:judge",
     upstream="none",
 )  # fmt: skip

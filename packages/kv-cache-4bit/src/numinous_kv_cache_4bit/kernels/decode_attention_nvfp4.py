@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on NVFP4 caches of MHA and GQA models, for the metadata of the engine's Triton backend: no workspace.
+"""Decode attention on caches of MHA and GQA models in NVFP4, or with keys in FP8 and values in NVFP4, for the metadata of the engine's Triton backend: no workspace.
 
 *What*      out = softmax(sm_scale · q · Kᵀ) · V over the slots that a request lists, one query each; K = E2M1 × E4M3 × k_global_scale, V alike.
+            Without a scale buffer for K, K = E4M3 × k_global_scale.
             `logit_cap` c > 0 makes a score c · tanh(score / c). With a sink s of a head, out is multiplied by exp(lse) / (exp(lse) + exp(s));
             lse = log Σ exp(score) is without it.
 *Shapes*    q [B, Hq, Dk] bf16; buffers [slots, Hkv, Dk / 2] and [slots, Hkv, Dv / 2] uint8, low nibble = even column; scale buffers
-            [slots, Hkv, D / 16] uint8, E4M3; out [B, Hq, Dv] bf16, lse [B, Hq] fp32. Hq is a multiple of Hkv: query head h reads KV head
+            [slots, Hkv, D / 16] uint8, E4M3; k_buffer of FP8 keys [slots, Hkv, Dk]; out [B, Hq, Dv] bf16, lse [B, Hq] fp32. Hq is a multiple of Hkv: query head h reads KV head
             h // (Hq / Hkv). D: 64, 96, 128, 192, 256, 512, Dk ≠ Dv among them.
 *Lists*     request b lists kv_indices[kv_indptr[b] : kv_indptr[b + 1]], slot ids of any page size in the order of the tokens. -1 and ids outside
             the pool are no tokens, an id counts as often as it stands, slot 0 is a slot like others. `window` w > 0 keeps the last w entries
@@ -13,11 +14,12 @@
             that nobody lists are not read, so NaN in them spreads nowhere; NaN in a listed row makes NaN.
 *Bytes*     a token of a layer: Hkv (Dk + Dv) 9/16 and its id; 8 heads of 128 and 4 of 256 alike 1160 with int64 ids, where an FP8 cache has
             2056. 64 requests of 8192 tokens: 608 MB, 143 µs at 4.25 TB/s (*reported* best copy of an H200); predictions for each cell are
-            in docs/deep-dives/nvfp4-kv.md.
+            in docs/deep-dives/nvfp4-kv.md. With FP8 keys Hkv (Dk + 9/16 Dv): 1608, 843 MB and 198 µs.
 *Tiles*     a program takes a KV head of a request with up to 32 of its query heads (16 are one row of a product) and a run of tiles of 64 or
             128 tokens. Tiles reach shared memory packed; a thread reads the words that its part of the product needs and decodes them
             in registers (`_planes`). A word is four codes of neighbouring columns, so K and V come out as four tiles of every fourth
-            column; q is loaded in that order, and the output's columns are put back where they belong. Splits follow from shapes and
+            column; q is loaded in that order, and the output's columns are put back where they belong. Of FP8 keys a word is two codes, so
+            there are two tiles of every second column (`_pairs`). Splits follow from shapes and
             the number of multiprocessors; each leaves a part in fp32, joined in order by a second kernel.
 *Numerics*  q is brought to fp16's range by a power of two of each head, K and V are exact in fp16, scores are summed in fp32, probabilities
             are rounded to fp16 (2^-11), their sum is not. Global scales and the powers of two go into sm_scale and the output. The same
@@ -38,11 +40,12 @@ from numinous_kv_cache_4bit.kernels.nvfp4_write import (
     BLOCK,
     Scale,
     check_bytes,
+    check_even,
     check_global,
     check_global_tensor,
 )
 from numinous_tooling.device.convert import decode_bf16, encode_bf16
-from numinous_tooling.numerics import dequantize_nvfp4
+from numinous_tooling.numerics import decode_e4m3fn, dequantize_nvfp4
 from numinous_tooling.workbench import Tensors, Traffic
 
 __all__ = ["DIMS", "Attended", "decode_attention_nvfp4", "reference", "traffic"]
@@ -72,7 +75,7 @@ def reference(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
-    k_scale_buffer: torch.Tensor,
+    k_scale_buffer: torch.Tensor | None,
     v_scale_buffer: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
@@ -104,7 +107,11 @@ def reference(
         ids = ids[(ids >= 0) & (ids < slots)]
         if not len(ids):
             continue
-        k = dequantize_nvfp4(k_buffer[ids], k_scale_buffer[ids]).double() * float(k_global_scale)
+        if k_scale_buffer is None:
+            k = decode_e4m3fn(k_buffer[ids])
+        else:
+            k = dequantize_nvfp4(k_buffer[ids], k_scale_buffer[ids])
+        k = k.double() * float(k_global_scale)
         v = dequantize_nvfp4(v_buffer[ids], v_scale_buffer[ids]).double() * float(v_global_scale)
         query = q[request].double().view(kv_heads, group, -1)
         scores = sm_scale * torch.einsum("hgd,nhd->hgn", query, k).flatten(0, 1)
@@ -121,10 +128,18 @@ def reference(
 
 
 def traffic(
-    requests: int, heads: int, kv_heads: int, k_dim: int, v_dim: int, tokens: int, id_bytes: int
+    requests: int,
+    heads: int,
+    kv_heads: int,
+    k_dim: int,
+    v_dim: int,
+    tokens: int,
+    id_bytes: int,
+    *,
+    fp8_keys: bool = False,
 ) -> Traffic:
     """Compulsory bytes and FLOPs of `tokens` listed tokens, all requests together: ids, rows and scales once, q, out and lse."""
-    row = kv_heads * (k_dim + v_dim) * 9 // 16
+    row = kv_heads * ((16 if fp8_keys else 9) * k_dim + 9 * v_dim) // 16
     ends = requests * heads * 2 * (k_dim + v_dim) + 4 * (requests + 1)
     return Traffic(
         bytes=tokens * (row + id_bytes) + ends,
@@ -181,12 +196,7 @@ def _planes(words, scales, second, NATIVE: tl.constexpr):
             pack=2,
         )
     else:
-        code = tl.where(second == SECOND, scales >> 8, scales & 0xFF)
-        factor = (((code & 0x7F) << 7) | ((code & 0x80) << 8)).to(tl.uint16)
-        factor = (
-            factor.to(tl.float16, bitcast=True) * 256.0
-        )  # E4M3's exponents in fp16 begin 2^8 lower
-        factor = tl.where((code & 0x7F) == 0x7F, float("nan"), factor).to(tl.float16)
+        factor = _half_of_e4m3(tl.where(second == SECOND, scales >> 8, scales & 0xFF))
         return (
             _plane(words, factor, 0),
             _plane(words, factor, 1),
@@ -226,6 +236,53 @@ def _tile(
 
 
 @triton.jit
+def _pairs(words, NATIVE: tl.constexpr):
+    """Values 2w and 2w + 1 in fp16, exactly, of words of two E4M3 codes each: one `prmt` and two conversions for two words."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t; .reg .b16 l, h;
+            prmt.b32 t, $2, 0, 0x3120; mov.b32 {l, h}, t;
+            cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;
+            }""",
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return _half_of_e4m3(words & 0xFF), _half_of_e4m3(words >> 8)
+
+
+@triton.jit
+def _half_of_e4m3(code):
+    """fp16 of E4M3 codes in uint16."""
+    bits = (((code & 0x7F) << 7) | ((code & 0x80) << 8)).to(tl.uint16)
+    value = bits.to(tl.float16, bitcast=True) * 256.0  # E4M3's exponents in fp16 begin 2^8 lower
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+
+
+@triton.jit
+def _tile_of_pairs(
+    rows_ptr,  # uint16, at the head
+    slot,  # [ROWS] int64
+    valid,
+    slot_stride,
+    UNIT: tl.constexpr,
+    DIM: tl.constexpr,
+    WORDS: tl.constexpr,  # DIM / 2 up to a power of two
+    NATIVE: tl.constexpr,
+):
+    word = tl.arange(0, WORDS)[None, :]
+    mask = valid[:, None]
+    if 2 * WORDS > DIM:
+        mask = mask & (word < DIM // 2)
+    words = tl.load(rows_ptr + (slot * slot_stride * UNIT)[:, None] + word, mask=mask, other=0)
+    return _pairs(words, NATIVE)
+
+
+@triton.jit
 def _second(some_ptr, never, WORDS: tl.constexpr):
     """[1, WORDS] uint16: which of the two scales that are loaded together a word takes, as a selector of `prmt`.
 
@@ -238,8 +295,9 @@ def _second(some_ptr, never, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _q_plane(q_row, mask, word, COLUMN: tl.constexpr):
-    bits = tl.load(q_row + 4 * word[None, :] + COLUMN, mask=mask, other=0.0)
+def _q_plane(q_row, mask, word, COLUMN: tl.constexpr, OF: tl.constexpr):
+    """fp32 of column `COLUMN` of every `OF`."""
+    bits = tl.load(q_row + OF * word[None, :] + COLUMN, mask=mask, other=0.0)
     return decode_bf16(bits.to(tl.uint16, bitcast=True))
 
 
@@ -259,9 +317,9 @@ def _store_out(at, value, mask, PARTS: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit(do_not_specialize=["slots", "entries", "splits", "window", "heads"])
 def _decode_kernel(
     q_ptr,  # bf16 [B, heads, K_DIM]
-    k_ptr,  # uint16 [slots, kv heads, K_DIM / 4]
+    k_ptr,  # uint16 [slots, kv heads, K_DIM / 4], or K_DIM / 2 of FP8 keys
     v_ptr,
-    k_scales_ptr,  # uint16 [slots, kv heads, K_DIM / 32]
+    k_scales_ptr,  # uint16 [slots, kv heads, K_DIM / 32]; None for FP8 keys
     v_scales_ptr,
     indptr_ptr,
     indices_ptr,
@@ -326,29 +384,32 @@ def _decode_kernel(
     # q in fp16, the largest value of a head brought to 2^14 … 2^15: bf16's eight bits are kept down to 2^-30 of it.
     k_word = tl.arange(0, K_WORDS)
     q_row = q_ptr + request * q_request_stride + head[:, None] * q_head_stride
-    mask = live[:, None] & (k_word < K_DIM // 4)[None, :]
-    q0, q1 = _q_plane(q_row, mask, k_word, 0), _q_plane(q_row, mask, k_word, 1)
-    q2, q3 = _q_plane(q_row, mask, k_word, 2), _q_plane(q_row, mask, k_word, 3)
-    both = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
+    OF: tl.constexpr = 2 if k_scales_ptr is None else 4
+    mask = live[:, None] & (k_word < K_DIM // OF)[None, :]
+    q0, q1 = _q_plane(q_row, mask, k_word, 0, OF), _q_plane(q_row, mask, k_word, 1, OF)
+    both = tl.maximum(tl.abs(q0), tl.abs(q1))
+    if OF == 4:
+        q2, q3 = _q_plane(q_row, mask, k_word, 2, OF), _q_plane(q_row, mask, k_word, 3, OF)
+        both = tl.maximum(both, tl.maximum(tl.abs(q2), tl.abs(q3)))
     exponent = tl.max(both, axis=1).to(tl.uint32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 15), 254)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
     q0, q1 = (q0 * up).to(tl.float16), (q1 * up).to(tl.float16)
-    q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
+    if OF == 4:
+        q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
     back = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
-    scale = sm_scale * (1.0 if CAP else LOG2E) / HELD
+    scale = sm_scale * (1.0 if CAP else LOG2E) / (1.0 if OF == 2 else HELD)
     if k_global_ptr is not None:
         scale *= tl.load(k_global_ptr)
     scale = (back * scale)[:, None]
 
     k_ptr += kv_head * k_head_stride * K_UNIT
     v_ptr += kv_head * v_head_stride * V_UNIT
-    k_scales_ptr += kv_head * k_scales_head_stride * K_SCALES_UNIT
     v_scales_ptr += kv_head * v_scales_head_stride * V_SCALES_UNIT
-    k_second, v_second = (
-        _second(k_scales_ptr, splits < 1, K_WORDS),
-        _second(v_scales_ptr, splits < 1, V_WORDS),
-    )
+    v_second = _second(v_scales_ptr, splits < 1, V_WORDS)
+    if OF == 4:
+        k_scales_ptr += kv_head * k_scales_head_stride * K_SCALES_UNIT
+        k_second = _second(k_scales_ptr, splits < 1, K_WORDS)
     most = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     o0, o1 = tl.zeros([HEADS, V_WORDS], tl.float32), tl.zeros([HEADS, V_WORDS], tl.float32)
@@ -358,14 +419,19 @@ def _decode_kernel(
         ids = tl.load(indices_ptr + first + at, mask=at < length, other=-1).to(tl.int64)
         valid = (ids >= 0) & (ids < slots)
         slot = tl.where(valid, ids, 0)
-        k0, k1, k2, k3 = _tile(
-            k_ptr, k_scales_ptr, slot, valid, k_slot_stride, k_scales_slot_stride, k_second,
-            K_UNIT, K_SCALES_UNIT, ROWS, K_DIM, K_WORDS, NATIVE,
-        )  # fmt: skip
-        scores = tl.dot(q0, tl.trans(k0))
-        scores = tl.dot(q1, tl.trans(k1), scores)
-        scores = tl.dot(q2, tl.trans(k2), scores)
-        scores = tl.dot(q3, tl.trans(k3), scores) * scale
+        if OF == 2:
+            k0, k1 = _tile_of_pairs(k_ptr, slot, valid, k_slot_stride, K_UNIT, K_DIM, K_WORDS, NATIVE)  # fmt: skip
+            scores = tl.dot(q0, tl.trans(k0))
+            scores = tl.dot(q1, tl.trans(k1), scores) * scale
+        else:
+            k0, k1, k2, k3 = _tile(
+                k_ptr, k_scales_ptr, slot, valid, k_slot_stride, k_scales_slot_stride, k_second,
+                K_UNIT, K_SCALES_UNIT, ROWS, K_DIM, K_WORDS, NATIVE,
+            )  # fmt: skip
+            scores = tl.dot(q0, tl.trans(k0))
+            scores = tl.dot(q1, tl.trans(k1), scores)
+            scores = tl.dot(q2, tl.trans(k2), scores)
+            scores = tl.dot(q3, tl.trans(k3), scores) * scale
         if CAP:
             scores = (logit_cap * LOG2E) * _tanh(scores / logit_cap)
         scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -479,12 +545,20 @@ class Plan(NamedTuple):
     """Programs that a multiprocessor holds, by the registers of the sm90 machine code; to be measured."""
 
 
-def plan(group: int, k_dim: int, v_dim: int) -> Plan:
-    """For that many query heads of a KV head and those dimensions."""
+WIDE_SHARED = 114_688
+"""Bytes that a program of FP8 keys of 256 takes; sm120 has 101,376."""
+
+
+def plan(
+    group: int, k_dim: int, v_dim: int, *, fp8_keys: bool = False, shared: int = 232_448
+) -> Plan:
+    """For that many query heads of a KV head, those dimensions and that many bytes of shared memory for a program."""
     # With several warps and a V no wider than 64 Triton gives every warp all of a tile.
     warps, rows, stages = (
         (1, 64, 3) if v_dim <= 64 else (4, 128, 3) if max(k_dim, v_dim) <= 256 else (8, 64, 2)
     )
+    if fp8_keys and warps == 4 and k_dim > 128 and shared < WIDE_SHARED:
+        stages = 2
     few = group <= 16
     if warps == 1:
         resident = 13 if few else 8
@@ -512,9 +586,15 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def words_of(dim: int) -> int:
-    """Words of four codes of a head, up to a power of two."""
-    return int(triton.next_power_of_2(dim // 4))
+def _limits(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return {}
+    return {"shared": int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)}
+
+
+def words_of(dim: int, codes: int = 4) -> int:
+    """Words of so many codes of a head, up to a power of two."""
+    return int(triton.next_power_of_2(dim // codes))
 
 
 def unit_of(words: torch.Tensor) -> int:
@@ -526,7 +606,8 @@ def _launch(call: _Call) -> None:
     requests, heads, k_dim = call.q.shape
     kv_heads, v_dim = call.k_buffer.shape[1], call.out.shape[2]
     group = heads // kv_heads
-    made = plan(group, k_dim, v_dim)
+    fp8_keys = call.k_scales is None
+    made = plan(group, k_dim, v_dim, fp8_keys=fp8_keys, **_limits(call.q.device))
     blocks = kv_heads * -(-group // made.heads)
     places = made.resident * _processors(call.q.device)
     splits = call.splits or choose_splits(requests, blocks, len(call.indices), made.rows, places)
@@ -537,10 +618,10 @@ def _launch(call: _Call) -> None:
         out = torch.empty((*shape, v_dim), dtype=torch.float32, device=call.q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
     buffers = [
-        buffer.view(torch.uint16)
+        None if buffer is None else buffer.view(torch.uint16)
         for buffer in (call.k_buffer, call.v_buffer, call.k_scales, call.v_scales)
     ]
-    units = [unit_of(buffer) for buffer in buffers]
+    units = [1 if buffer is None else unit_of(buffer) for buffer in buffers]
     _decode_kernel[(requests * splits, blocks)](
         call.q,
         *buffers,
@@ -555,7 +636,7 @@ def _launch(call: _Call) -> None:
         *(
             stride // unit
             for buffer, unit in zip(buffers, units, strict=True)
-            for stride in buffer.stride()[:2]
+            for stride in ((0, 0) if buffer is None else buffer.stride()[:2])
         ),
         *call.out.stride()[:2],
         call.k_buffer.shape[0],
@@ -572,7 +653,7 @@ def _launch(call: _Call) -> None:
         V_UNIT=units[1],
         K_SCALES_UNIT=units[2],
         V_SCALES_UNIT=units[3],
-        K_WORDS=words_of(k_dim),
+        K_WORDS=words_of(k_dim, 2 if fp8_keys else 4),
         V_WORDS=words_of(v_dim),
         GROUP=group,
         HEADS=made.heads,
@@ -610,7 +691,7 @@ class _Call(NamedTuple):
     q: torch.Tensor
     k_buffer: torch.Tensor
     v_buffer: torch.Tensor
-    k_scales: torch.Tensor
+    k_scales: torch.Tensor | None
     v_scales: torch.Tensor
     indptr: torch.Tensor
     indices: torch.Tensor
@@ -630,7 +711,7 @@ def decode_attention_nvfp4(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
-    k_scale_buffer: torch.Tensor,
+    k_scale_buffer: torch.Tensor | None,
     v_scale_buffer: torch.Tensor,
     kv_indptr: torch.Tensor,
     kv_indices: torch.Tensor,
@@ -645,12 +726,12 @@ def decode_attention_nvfp4(
     return_lse: bool = False,
     splits: int | None = None,
 ) -> Attended:
-    """Attention of one query a request over listed slots of an NVFP4 cache; does not synchronise, may be captured in a CUDA graph.
+    """Attention of one query a request over listed slots of a cache; does not synchronise, may be captured in a CUDA graph.
 
     Args:
         q: bf16 [B, Hq, Dk], values of a head side by side.
-        k_buffer, v_buffer: uint8 [slots, Hkv, D / 2].
-        k_scale_buffer, v_scale_buffer: uint8 [slots, Hkv, D / 16].
+        k_buffer, v_buffer: uint8 [slots, Hkv, D / 2]; k_buffer of FP8 keys [slots, Hkv, Dk].
+        k_scale_buffer, v_scale_buffer: uint8 [slots, Hkv, D / 16]; None for k_scale_buffer: keys are FP8.
         kv_indptr: int32 or int64 [B + 1 or more], ascending; what follows B + 1 entries is not read.
         kv_indices: int32 or int64 [n]; lists end at n. Both tables are copied where they are strided.
         sm_scale: positive; multiplies scores.
@@ -679,7 +760,7 @@ def _checked(
     q: torch.Tensor,
     k_buffer: torch.Tensor,
     v_buffer: torch.Tensor,
-    k_scales: torch.Tensor,
+    k_scales: torch.Tensor | None,
     v_scales: torch.Tensor,
     indptr: torch.Tensor,
     indices: torch.Tensor,
@@ -702,20 +783,16 @@ def _checked(
     requests, heads, k_dim = q.shape
     if k_buffer.dim() != 3 or v_buffer.dim() != 3 or 2 * v_buffer.shape[2] not in DIMS:
         raise ValueError(
-            f"k_buffer, v_buffer: expected [slots, Hkv, D / 2], D one of {DIMS}, got {list(k_buffer.shape)}, {list(v_buffer.shape)}"
+            f"k_buffer, v_buffer: expected [slots, Hkv, bytes of a head], D one of {DIMS}, got {list(k_buffer.shape)}, {list(v_buffer.shape)}"
         )
     slots, kv_heads, v_dim = k_buffer.shape[0], k_buffer.shape[1], 2 * v_buffer.shape[2]
-    check_bytes("k_buffer", k_buffer, (slots, kv_heads, k_dim // 2), q.device)
-    check_bytes("v_buffer", v_buffer, (slots, kv_heads, v_dim // 2), q.device)
-    check_bytes("k_scale_buffer", k_scales, (slots, kv_heads, k_dim // BLOCK), q.device)
-    check_bytes("v_scale_buffer", v_scales, (slots, kv_heads, v_dim // BLOCK), q.device)
-    for name, buffer in (
-        ("k_buffer", k_buffer), ("v_buffer", v_buffer), ("k_scale_buffer", k_scales), ("v_scale_buffer", v_scales),
+    for name, buffer, width in (
+        ("k_buffer", k_buffer, k_dim if k_scales is None else k_dim // 2), ("v_buffer", v_buffer, v_dim // 2),
+        ("k_scale_buffer", k_scales, k_dim // BLOCK), ("v_scale_buffer", v_scales, v_dim // BLOCK),
     ):  # fmt: skip
-        if buffer.data_ptr() % 2 or any(stride % 2 for stride in buffer.stride()[:2]):
-            raise ValueError(
-                f"{name}: heads must start at multiples of 2 bytes, got strides {buffer.stride()}"
-            )
+        if buffer is not None:
+            check_bytes(name, buffer, (slots, kv_heads, width), q.device)
+            check_even(name, buffer)
     if not kv_heads or heads % kv_heads or not heads:
         raise ValueError(
             f"q: the {heads} query heads must be a multiple of the {kv_heads} KV heads"

@@ -183,6 +183,19 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
+def split_last_turn(tokens: int, groups: int, tiles: int, processors: int) -> tuple[int, int]:
+    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of all processors and need
+    no join, and the splits of each of the others."""
+    whole = tokens * groups // processors * processors // groups
+    splits = choose_splits((tokens - whole) * groups, tiles, processors)
+    return (whole, splits) if splits > 1 else (tokens, 1)
+
+
+def join_threads(splits: int) -> int:
+    """Threads of a block of `combine`: 64 of each of `groups_of_join` of layout.cuh."""
+    return 64 if splits <= 4 else 256
+
+
 def _processors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
@@ -418,7 +431,7 @@ def _launch_triton(call: _Call) -> None:
     splits = call.splits or choose_splits(call.tokens * groups, tiles, _processors(call.q.device))
     out, lse = call.out, call.lse
     if splits > 1:
-        out, lse = _parts(call, splits)
+        out, lse = _parts(call, call.tokens, splits)
     native = call.q.device.type != "cpu"
     _sparse_mla_decode_kernel[(call.tokens * splits, groups)](
         call.q,
@@ -462,8 +475,8 @@ def _launch_triton(call: _Call) -> None:
         )
 
 
-def _parts(call: _Call, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (call.tokens, splits, call.heads)
+def _parts(call: _Call, tokens: int, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (tokens, splits, call.heads)
     out = torch.empty((*shape, LATENT_DIM), dtype=torch.float32, device=call.q.device)
     return out, torch.empty(shape, dtype=torch.float32, device=call.q.device)
 
@@ -557,14 +570,13 @@ class Schedule(NamedTuple):
             parts, p = 4 * self.heads * (half + 8) * 4, self.heads * (2 * half + 16)
             return tile + parts + p + bias + self.heads * 4 + rest
         p = (2 if self.entry.startswith("narrow") else 1) * self.heads * 128
-        more = (
-            40 if self.entry.startswith("heads") else 0
-        )  # four barriers, the address of tensor memory
+        # Hopper's fifth barrier; four barriers and the address of tensor memory.
+        more = 40 if self.entry.startswith("heads") else 8
         return panels * self.heads * 128 + 2 * tile + p + 2 * bias + 1024 + rest + more
 
 
-NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 384, 32)
-WIDE = Schedule("wide", 384, 64)
+NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 512, 32)
+WIDE = Schedule("wide", 512, 64)
 MMA_16, MMA_32 = Schedule("mma_16", 512, 16), Schedule("mma_32", 384, 32)
 HEADS_16, HEADS_32, HEADS_64 = (Schedule(f"heads_{heads}", 544, heads) for heads in (16, 32, 64))
 
@@ -586,14 +598,15 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "lse", "part_out", "part_lse", "debug")),
         *((name, ctypes.c_int64) for name in ("q_request_stride", "q_query_stride", "q_head_stride")),
         *((name, ctypes.c_int64) for name in ("pool_stride", "index_stride", "slots")),
-        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "splits", "wide_ids")),
+        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits", "wide_ids")),
         *((name, ctypes.c_float) for name in ("scale_log2", "out_scale")),
         ("q_factor", ctypes.c_uint32),
     )  # fmt: skip
 
 
-def cuda_params(call: _Call, splits: int, parts: tuple[Any, Any], debug: Any = None) -> _Params:
-    """Arguments of the kernels of csrc/sparse_mla_decode."""
+def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tuple[_Params, Any]:
+    """Arguments of the kernels of csrc/sparse_mla_decode, and the parts that they name."""
+    parts = _parts(call, call.tokens - whole, splits) if whole < call.tokens else (None, None)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -607,7 +620,7 @@ def cuda_params(call: _Call, splits: int, parts: tuple[Any, Any], debug: Any = N
         *parts,
         debug,
     )
-    return _Params(
+    params = _Params(
         *(None if t is None else t.data_ptr() for t in tensors),
         *call.q.stride()[:3],
         call.pool.stride(0),
@@ -617,12 +630,25 @@ def cuda_params(call: _Call, splits: int, parts: tuple[Any, Any], debug: Any = N
         call.queries,
         call.heads,
         call.width,
+        whole,
         splits,
         int(call.index.dtype == torch.int64),
         call.sm_scale * math.log2(math.e) / held,
         call.latent_scale / held,
         int(factor) * 0x10001,
     )  # fmt: skip
+    return params, parts
+
+
+def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[str, int, int, int]]:
+    """Kernels of a call in order: name, blocks, threads of a block, bytes of its dynamic shared memory."""
+    rest = call.tokens - params.whole
+    lists = params.whole + rest * params.splits
+    blocks = lists * -(-call.heads // plan.heads)
+    launches = [(plan.entry, blocks, plan.threads, plan.shared(call.row))]
+    if rest:
+        launches.append(("combine", rest * call.heads, join_threads(params.splits), 0))
+    return launches
 
 
 def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
@@ -633,26 +659,22 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
     tiles = -(-call.width // TILE)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
-        splits = call.splits or choose_splits(
-            call.tokens * groups, tiles, _processors(call.q.device)
-        )
-        params = cuda_params(
-            call, splits, _parts(call, splits) if splits > 1 else (None, None), debug
-        )
+        if call.splits is None:
+            whole, splits = split_last_turn(call.tokens, groups, tiles, _processors(call.q.device))
+        else:
+            whole, splits = (call.tokens if call.splits == 1 else 0), call.splits
+        params, _parts_kept = cuda_params(call, whole, splits, debug)
         if products == "mma":
             arch = launch.architectures(capability)[0]
             binary = mma_binary(call.row.width, arch, debug=debug is not None)
         else:
             compiled = tcgen05_binary if products == "tcgen05" else source_binary
             binary = compiled(call.row.width, debug=debug is not None)
-        kernel = launch.load(PACKAGE, binary, entry=plan.entry)
-        shared = plan.shared(call.row)
-        kernel(
-            (call.tokens * splits, groups), plan.threads, (params,), shared=shared, stream=stream
-        )
-        if splits > 1:
-            combine = launch.load(PACKAGE, binary, entry="combine")
-            combine((call.tokens * call.heads, 4), 128, (params,), stream=stream, pdl=True)
+        for entry, blocks, threads, shared in cuda_launches(call, params, plan):
+            kernel = launch.load(PACKAGE, binary, entry=entry)
+            kernel(
+                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine"
+            )
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import (
 )
 from numinous_kv_cache_4bit.kernels.nvfp4_write import BLOCK, encode
 from numinous_kv_cache_4bit.workbench.shared import engine_version
-from numinous_tooling.numerics import dequantize_nvfp4
+from numinous_tooling.numerics import dequantize_nvfp4, quantize_fp8_tensor
 from numinous_tooling.testing.tensors import assert_bitwise_equal, assert_within
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -51,6 +51,7 @@ class Case:
         on_device: they lie in tensors.
         spread: of q, as a power of two.
         peers: inputs for the peers too.
+        keys: "nvfp4" or "fp8".
     """
 
     requests: int
@@ -70,6 +71,7 @@ class Case:
     on_device: bool = False
     spread: int = 0
     peers: bool = False
+    keys: str = "nvfp4"
 
 
 def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
@@ -113,8 +115,13 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     used[listed[(listed >= 0) & (listed < slots)]] = True
     for name, dim in (("k", case.k_dim), ("v", case.v_dim)):
         x = normal(distinct, case.kv_heads, dim) * torch.exp2(normal(dim))
-        packed = encode(x.to(torch.bfloat16))
+        x = x.to(torch.bfloat16)
+        fp8 = name == "k" and case.keys == "fp8"
+        packed = (quantize_fp8_tensor(x, 1.0), None) if fp8 else encode(x)
         for part, rows in zip(("buffer", "scale_buffer"), packed, strict=True):
+            if rows is None:
+                inputs[f"{name}_{part}"] = None
+                continue
             memory = torch.full(
                 (slots, case.kv_heads, rows.shape[2] + (GAP if case.layout == "sliced" else 0)),
                 0xFF, dtype=torch.uint8, device=device,
@@ -125,7 +132,10 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
             buffer[used] = rows[repeat[used]]
             inputs[f"{name}_{part}"] = buffer
     if case.lists == "nan":
-        inputs["k_scale_buffer"][listed[case.tokens // 2], 0, 1] = 0x7F
+        if case.keys == "fp8":
+            inputs["k_buffer"][listed[case.tokens // 2], 0, 20] = 0x7F
+        else:
+            inputs["k_scale_buffer"][listed[case.tokens // 2], 0, 1] = 0x7F
         inputs["v_scale_buffer"][listed[case.tokens // 3], -1, 0] = 0x7F
     q = normal(case.requests, 2 * case.heads, case.k_dim) * 2.0**case.spread
     q = q.to(torch.bfloat16)
@@ -142,10 +152,11 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
         inputs[name] = torch.tensor([scale], device=device) if case.on_device else scale
     if case.peers:
         for name in ("k", "v"):
-            rows = dequantize_nvfp4(
-                inputs[f"{name}_buffer"][listed[:distinct]],
-                inputs[f"{name}_scale_buffer"][listed[:distinct]],
-            )
+            rows, scales = (inputs[f"{name}_{part}"] for part in ("buffer", "scale_buffer"))
+            if scales is None:
+                inputs[f"{name}_fp8"] = rows
+                continue
+            rows = dequantize_nvfp4(rows[listed[:distinct]], scales[listed[:distinct]])
             inputs[f"{name}_fp8"] = rows.to(torch.float8_e4m3fn).view(torch.uint8)[repeat]
         inputs["page_table"] = ids.to(torch.int32)
         inputs["lengths"] = lengths.to(torch.int32)
@@ -182,9 +193,11 @@ def _oracle(case: Case, inputs: Tensors) -> Tensors:
 
     def rows(name: str, ids: list[int], head: int) -> torch.Tensor:
         packed = inputs[f"{name}_buffer"][ids, head]
+        above = scales_of(case)[f"{name}_global_scale"]
+        if inputs[f"{name}_scale_buffer"] is None:
+            return packed.contiguous().view(torch.float8_e4m3fn).double() * above
         codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
         scale = inputs[f"{name}_scale_buffer"][ids, head].contiguous().view(torch.float8_e4m3fn)
-        above = scales_of(case)[f"{name}_global_scale"]
         return table[codes.long()] * scale.double().repeat_interleave(BLOCK, dim=-1) * above
 
     q, starts = inputs["q"].double(), inputs["kv_indptr"].tolist()
@@ -340,10 +353,12 @@ def _version(module: str, distribution: str) -> Any:
     return version
 
 
-def _refuses(largest: int) -> Any:
+def _refuses(largest: int, *, fp8_keys: bool = True) -> Any:
     def refuses(case: Case) -> str | None:
         if not case.peers:
             return "the case has no inputs for it"
+        if case.keys == "fp8" and not fp8_keys:
+            return "it has no FP8 keys beside NVFP4 values"
         return f"head dimensions up to {largest}" if case.k_dim > largest else None
 
     return refuses
@@ -353,7 +368,11 @@ def _refuses(largest: int) -> Any:
 
 
 def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> TritonBinary:
+    fp8 = case.keys == "fp8"
+    codes = 2 if fp8 else 4  # of a word
     words = {"q_ptr": "*bf16", **dict.fromkeys(("k_ptr", "v_ptr", "k_scales_ptr", "v_scales_ptr"), "*u16")}  # fmt: skip
+    if fp8:
+        del words["k_scales_ptr"]
     pointers = {
         **words,
         "indptr_ptr": "*i64",
@@ -369,14 +388,21 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
     }
     units = {}
     for part, dim, divisor in (
-        ("k", case.k_dim, 4), ("v", case.v_dim, 4), ("k_scales", case.k_dim, 32), ("v_scales", case.v_dim, 32),
+        ("k", case.k_dim, codes), ("v", case.v_dim, 4), ("k_scales", case.k_dim, 32), ("v_scales", case.v_dim, 32),
     ):  # fmt: skip
         units[f"{part.upper()}_UNIT"] = unit = math.gcd(8, dim // divisor)
+        if part not in {name.removesuffix("_ptr") for name in words}:
+            units[f"{part.upper()}_UNIT"] = 1
+            strides[f"{part}_slot_stride"] = strides[f"{part}_head_stride"] = 0
+            continue
         strides[f"{part}_slot_stride"] = case.kv_heads * dim // divisor // unit
         strides[f"{part}_head_stride"] = dim // divisor // unit
     ones = {name: 1 for name, stride in strides.items() if stride == 1}
     group = case.heads // case.kv_heads
-    made = plan(group, case.k_dim, case.v_dim)
+    made, small = (
+        plan(group, case.k_dim, case.v_dim, fp8_keys=fp8, shared=shared)
+        for shared in (232_448, 101_376)
+    )
     return TritonBinary(
         name=name,
         kernel=f"{KERNELS}:_decode_kernel",
@@ -388,12 +414,13 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
         constants={
             **ones,
             **units,
+            **({"k_scales_ptr": None} if fp8 else {}),
             "sink_ptr": None,
             "k_global_ptr": None,
             "v_global_ptr": None,
             "K_DIM": case.k_dim,
             "V_DIM": case.v_dim,
-            "K_WORDS": words_of(case.k_dim),
+            "K_WORDS": words_of(case.k_dim, codes),
             "V_WORDS": words_of(case.v_dim),
             "GROUP": group,
             "HEADS": made.heads,
@@ -404,7 +431,11 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
             "gfx950": {"NATIVE": False},
         },
         aligned=[*pointers, *(name for name, stride in strides.items() if stride % 16 == 0)],
-        options={"num_warps": made.warps, "num_stages": made.stages},
+        options={
+            "num_warps": made.warps,
+            "num_stages": made.stages,
+            "sm120": {"num_stages": small.stages},
+        },
         # Packed halves multiply; a decoded tile in shared memory would show in the budget's bytes of it.
         required=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("HMUL2", "HMMA.16816.F32", "LDGSTS")),
         forbidden=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("LDL",)),
@@ -414,6 +445,8 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
 
 D128, D256 = Case(2, 32, 8, 130, splits=1), Case(1, 24, 4, 200, 256, 256, splits=2)
 D64, D512 = Case(1, 16, 2, 70, 64, 64, sink="bfloat16", splits=1), Case(1, 4, 2, 40, 512, 512, splits=1)  # fmt: skip
+
+K8_D128, K8_D256 = Case(2, 32, 8, 130, splits=1, keys="fp8"), Case(1, 24, 4, 200, 256, 256, splits=2, keys="fp8")  # fmt: skip
 
 ONE = Case(1, 32, 8, 1, splits=1)
 
@@ -432,7 +465,20 @@ def _cases() -> tuple[Case, ...]:
         Case(1, 4, 2, 140, 64, 64, lists="nan", splits=2),
         Case(1, 2, 1, 20, 64, 64, spread=-100, splits=1),
         Case(1, 2, 1, 20, 64, 64, spread=20, scale=2.0**-18, splits=1),
+        Case(4, 8, 2, 30, 64, 64, lists="edges", splits=1, sink="float32", keys="fp8"),
+        Case(3, 6, 1, 133, lists="edges", ids="int32", layout="sliced", splits=3, keys="fp8"),
+        Case(3, 20, 1, 70, 96, 64, lists="edges", scale=0.013, window=40, splits=2, keys="fp8"),
+        Case(1, 3, 3, 40, 192, 128, scale=3.7, on_device=True, cap=5.0, splits=1, layout="heads_first", keys="fp8"),
+        Case(1, 4, 2, 140, 64, 64, lists="nan", splits=2, keys="fp8"),
+        Case(1, 4, 2, 40, 512, 512, splits=1, keys="fp8"),
         # More heads and longer lists, for the GPU.
+        K8_D128,
+        K8_D256,
+        Case(9, 32, 8, 1000, lists="edges", sink="bfloat16", keys="fp8"),
+        Case(5, 24, 4, 2051, 256, 256, lists="edges", ids="int32", layout="sliced", keys="fp8"),
+        Case(3, 16, 8, 3000, 512, 512, lists="edges", scale=0.02, on_device=True, keys="fp8"),
+        Case(4, 64, 8, 700, 64, 64, lists="edges", window=128, sink="float32", keys="fp8"),
+        Case(2, 40, 2, 5000, 192, 128, cap=50.0, keys="fp8"),
         D128,
         D256,
         ONE,
@@ -453,20 +499,25 @@ LARGE = 10_000
 
 def _not_run(tier: str, case: Case) -> str | None:
     scores = case.requests * case.heads * case.tokens
-    if tier == "device" or (scores <= LARGE and case not in (D128, D256, ONE)):
+    if tier == "device" or (scores <= LARGE and case not in (D128, D256, K8_D128, K8_D256, ONE)):
         return None
     return "a case for the GPU"
 
 
 def _bench_cases() -> tuple[Case, ...]:
-    def bench(requests: int, heads: int, kv_heads: int, tokens: int, dim: int) -> Case:
-        return Case(requests, heads, kv_heads, tokens, dim, dim, peers=True)
+    def bench(
+        requests: int, heads: int, kv_heads: int, tokens: int, dim: int, keys: str = "nvfp4"
+    ) -> Case:
+        return Case(requests, heads, kv_heads, tokens, dim, dim, peers=True, keys=keys)
 
     return (
         *(bench(b, 32, 8, n, 128) for b, n in ((1, 8192), (1, 131072), (16, 8192), (64, 8192), (16, 32768), (128, 4096))),
         *(bench(b, 24, 4, n, 256) for b, n in ((1, 8192), (1, 131072), (16, 8192), (64, 8192), (16, 32768), (128, 4096))),
         *(bench(b, 64, 8, n, 64) for b, n in ((16, 8192), (64, 8192))),
         *(bench(b, 32, 4, n, 512) for b, n in ((16, 8192), (64, 8192))),
+        *(bench(b, 32, 8, n, 128, "fp8") for b, n in ((1, 8192), (1, 131072), (16, 8192), (64, 8192), (16, 32768), (128, 4096))),
+        *(bench(b, 24, 4, n, 256, "fp8") for b, n in ((1, 131072), (64, 8192))),
+        *(bench(64, heads, kv_heads, 8192, dim, "fp8") for heads, kv_heads, dim in ((64, 8, 64), (32, 4, 512))),
     )  # fmt: skip
 
 
@@ -487,6 +538,7 @@ OP = Op(
         case.v_dim,
         case.requests * min(case.tokens, case.window or case.tokens),
         8 if case.ids == "int64" else 4,
+        fp8_keys=case.keys == "fp8",
     ),
     implementations={"triton": Implementation(run=_run, interpret=True)},
     peers={
@@ -497,7 +549,7 @@ OP = Op(
             run=_flashinfer_nvfp4,
             version=_version("flashinfer", "flashinfer-python"),
             archs=("sm90", "sm100", "sm103", "sm120"),
-            refuses=_refuses(512),
+            refuses=_refuses(512, fp8_keys=False),
         ),
         "fa3-fp8": Implementation(
             run=_fa3_fp8,
@@ -511,6 +563,12 @@ OP = Op(
         _binary("d256_split", D256, split=True, quick=False),
         _binary("d64", Case(1, 2, 2, 1, 64, 64, splits=1), split=False, quick=False),
         _binary("d512", D512, split=False, quick=False),
+        _binary("d128_k8", K8_D128, split=False, quick=False),
+        _binary("d256_k8_split", K8_D256, split=True, quick=False),
+        _binary("d64_k8", Case(1, 2, 2, 1, 64, 64, splits=1, keys="fp8"), split=False, quick=False),
+        _binary(
+            "d512_k8", Case(1, 4, 2, 40, 512, 512, splits=1, keys="fp8"), split=False, quick=False
+        ),
     ),
     not_run=_not_run,
     bench_cases=_bench_cases(),

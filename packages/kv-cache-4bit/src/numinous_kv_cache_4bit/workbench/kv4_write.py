@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from numinous_kv_cache_4bit.kernels.codec import four_bit_format
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice, four_bit_format
 from numinous_kv_cache_4bit.kernels.kv4_write import (
     FEW_TOKENS,
     MANY_ROWS,
     ROPE_MODES,
-    ScaleChoice,
     Tile,
     kv4_write,
     reference,
@@ -27,7 +26,6 @@ from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 KERNEL = "numinous_kv_cache_4bit.kernels.kv4_write:_kv4_write_kernel"
 
 
-SPECIALS = 8
 EDGES: tuple[list[float], ...] = (
     [0.0], [-0.0], [float("nan"), 1.0, -2.0], [float("inf"), 1.0], [1.0, float("-inf"), 5.0],
     [float("nan"), float("inf")], [1e-40], [3.3e38, -3e38, 1.0],
@@ -45,8 +43,7 @@ class Case:
     Args:
         ids: int32 or int64.
         slots: "all" are distinct and written; "edges" hold slot 0, negative ids, ids beyond the pool, and ids that stand twice.
-        values: "edges" holds zeros, NaN, inf, subnormals, the largest numbers and ties; "specials" all of these but ties, between whose
-            scales the search decides by the last bit of a sum.
+        values: "edges" holds zeros, NaN, inf, subnormals, the largest numbers and ties.
         layout: "plain"; "slices" of wider rows, ids and pool; "odd" starts at odd elements, which the kernel copies.
         scale: the global scale.
         choice: of block scales.
@@ -79,9 +76,8 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     loc = 1 + torch.randperm(size - 1, generator=generator, device=device)[:tokens]
     both = (normal(tokens, 1, 512 + 64) * torch.exp2(2 * normal(512 + 64))).to(torch.bfloat16)
     if case.values != "normal":
-        edges = EDGES if case.values == "edges" else EDGES[:SPECIALS]
-        _set_edges(both[:, 0, :512], edges)
-        _set_edges(both[:, 0, 512:], edges)
+        _set_edges(both[:, 0, :512])
+        _set_edges(both[:, 0, 512:])
     if case.slots == "edges" and tokens >= 8:
         outside = torch.tensor([0, -1, size, 0, -(2**31), 2**31 - 1], device=device)
         loc[: len(outside)] = outside
@@ -98,13 +94,13 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     return {"memory": memory, "loc": loc, "latent": latent, "rope": rope if row.rope_dim else None}
 
 
-def _set_edges(rows: torch.Tensor, edges: tuple[list[float], ...]) -> None:
+def _set_edges(rows: torch.Tensor) -> None:
     # The last rows are those that are written whatever the slots: each block of theirs begins with an edge, and is one
     # where the edge is a single number.
     blocks = rows.shape[1] // 16
     for number in range(max(0, len(rows) - 16), len(rows)):
         for block in range(blocks):
-            edge = edges[(number * blocks + block) % len(edges)]
+            edge = EDGES[(number * blocks + block) % len(EDGES)]
             values = torch.tensor(edge * 16 if len(edge) == 1 else edge, dtype=rows.dtype)
             target = rows[number, 16 * block : 16 * block + 16].mul_(1e-4)
             target[: len(values)] = values.to(rows.device)
@@ -265,7 +261,7 @@ def _cases() -> tuple[Case, ...]:
         Case(4, 416, values="edges", layout="slices", scale=0.125),
         Case(8, slots="edges", values="edges", layout="slices", scale=1024.0),
         Case(9, 288, slots="edges", values="edges", ids="int32"),
-        Case(2, values="specials", choice="mse", scale=2.0),
+        Case(2, values="edges", choice="mse", scale=2.0),
         Case(129, slots="edges", values="edges"),  # eight rows in a program, the last with one
     )
 

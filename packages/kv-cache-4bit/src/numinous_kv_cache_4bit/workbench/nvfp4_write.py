@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
 from numinous_kv_cache_4bit.kernels.nvfp4_write import (
     BLOCK,
     TILE,
@@ -40,6 +41,8 @@ class Case:
             "heads_first": buffers whose heads are the outer dimension.
         k_scale, v_scale: global scales.
         on_device: they lie in tensors.
+        keys: "nvfp4" or "fp8".
+        choice: of block scales.
     """
 
     tokens: int
@@ -53,6 +56,18 @@ class Case:
     k_scale: float = 1.0
     v_scale: float = 1.0
     on_device: bool = False
+    keys: str = "nvfp4"
+    choice: ScaleChoice = "amax"
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Bytes of a head in each buffer there is."""
+        widths = {name: dim // 2 for name, dim in (("k", self.k_dim), ("v", self.v_dim))}
+        widths |= {"k_scale": self.k_dim // BLOCK, "v_scale": self.v_dim // BLOCK}
+        if self.keys == "fp8":
+            widths["k"] = self.k_dim
+            del widths["k_scale"]
+        return widths
 
 
 def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
@@ -61,9 +76,7 @@ def make_inputs(case: Case, seed: int, device: Any) -> Tensors:
     size = 2 * case.tokens + 70
     dims = {"k": case.k_dim, "v": case.v_dim}
     inputs: Tensors = {}
-    for name, width in (
-        ("k", case.k_dim // 2), ("v", case.v_dim // 2), ("k_scale", case.k_dim // BLOCK), ("v_scale", case.v_dim // BLOCK),
-    ):  # fmt: skip
+    for name, width in case.widths.items():
         first, second = size, case.heads
         if case.layout == "heads_first":
             first, second = second, first
@@ -122,8 +135,8 @@ def _at_odd_elements(x: torch.Tensor) -> torch.Tensor:
 
 def buffers_of(case: Case, inputs: Tensors) -> Tensors:
     """The buffers in their memories, under the names of `nvfp4_write`'s arguments."""
-    found = {}
-    for name in ("k", "v", "k_scale", "v_scale"):
+    found = {"k_scale_buffer": None}
+    for name in case.widths:
         memory = inputs[f"{name}_memory"]
         if case.layout == "heads_first":
             memory = memory.transpose(0, 1)
@@ -141,6 +154,7 @@ def _call(function: Any, case: Case, inputs: Tensors) -> Tensors:
         **buffers_of(case, inputs),
         k_global_scale=inputs["k_global"],
         v_global_scale=inputs["v_global"],
+        scale_choice=case.choice,
     )
     return {name: value for name, value in inputs.items() if name.endswith("_memory")}
 
@@ -149,21 +163,23 @@ def _oracle(case: Case, inputs: Tensors) -> Tensors:
     """What the written blocks stand for, in fp64; the scales are judged with the codes."""
     blocks = {name: inputs[name].double().unflatten(-1, (-1, BLOCK)) for name in ("k", "v")}
     return {
+        **{f"{name}_memory": None for name in case.widths},
         "k_memory": (inputs["loc"], blocks["k"]),
         "v_memory": (inputs["loc"], blocks["v"]),
-        "k_scale_memory": None,
-        "v_scale_memory": None,
     }
 
 
 def _compare_oracle(case: Case, got: Tensors, exact: Tensors) -> None:
-    """Half a step of E2M1, or what its largest code does not reach."""
+    """Half a step of E2M1, or what its largest code does not reach; of E4M3 likewise."""
     buffers = buffers_of(case, got)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     for name, scale in (("k", case.k_scale), ("v", case.v_scale)):
         loc, want = exact[f"{name}_memory"]
         keep = (loc > 0) & (loc < len(buffers[f"{name}_buffer"]))
         slots, want = loc[keep].long(), want[keep]
+        if name == "k" and case.keys == "fp8":
+            _compare_fp8(case, buffers["k_buffer"][slots], want.flatten(-2))
+            continue
         rows, codes = buffers[f"{name}_buffer"][slots], buffers[f"{name}_scale_buffer"][slots]
         above = float(torch.tensor(scale))
         unit = codes.contiguous().view(torch.float8_e4m3fn).double().unsqueeze(-1) * above
@@ -181,6 +197,18 @@ def _compare_oracle(case: Case, got: Tensors, exact: Tensors) -> None:
             raise AssertionError(
                 f"{name}{list(at)}: off by {float(error[at])}, bound {float(limit[at])}"
             )
+
+
+def _compare_fp8(case: Case, rows: torch.Tensor, want: torch.Tensor) -> None:
+    scale = float(torch.tensor(case.k_scale))
+    value = rows.view(torch.float8_e4m3fn).double() * scale
+    size = want.abs() / scale
+    limit = (size * 2.0**-4).clamp(min=2.0**-10) * (1 + 2.0**-20)
+    limit = torch.where(size > 448, size - 448, limit) * scale
+    wrong = want.isfinite() & ~((value - want).abs() <= limit)
+    assert not bool(wrong.any()), (
+        f"k in FP8: {int(wrong.sum())} values are further off than half a step"
+    )
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------
@@ -245,8 +273,11 @@ def _flashinfer_version() -> str:
 def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
     pointers = {
         "k_ptr": "*i32", "v_ptr": "*i32", "loc_ptr": "*i64",
-        "k_buffer_ptr": "*u8", "v_buffer_ptr": "*u8", "k_scales_ptr": "*u8", "v_scales_ptr": "*u8",
+        "k_buffer_ptr": "*u8", "v_buffer_ptr": "*u8", "v_scales_ptr": "*u8",
     }  # fmt: skip
+    fp8 = case.keys == "fp8"
+    if not fp8:
+        pointers["k_scales_ptr"] = "*u8"
     if case.on_device:
         pointers |= {"k_global_ptr": "*fp32", "v_global_ptr": "*fp32"}
     strides = {
@@ -254,12 +285,12 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
         "k_head_stride": case.k_dim // 2,
         "v_token_stride": case.heads * case.v_dim // 2,
         "v_head_stride": case.v_dim // 2,
-        "k_buffer_slot_stride": case.heads * case.k_dim // 2,
-        "k_buffer_head_stride": case.k_dim // 2,
+        "k_buffer_slot_stride": case.heads * case.widths["k"],
+        "k_buffer_head_stride": case.widths["k"],
         "v_buffer_slot_stride": case.heads * case.v_dim // 2,
         "v_buffer_head_stride": case.v_dim // 2,
-        "k_scales_slot_stride": case.heads * case.k_dim // BLOCK,
-        "k_scales_head_stride": case.k_dim // BLOCK,
+        "k_scales_slot_stride": 0 if fp8 else case.heads * case.k_dim // BLOCK,
+        "k_scales_head_stride": 0 if fp8 else case.k_dim // BLOCK,
         "v_scales_slot_stride": case.heads * case.v_dim // BLOCK,
         "v_scales_head_stride": case.v_dim // BLOCK,
     }
@@ -274,11 +305,13 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
         },
         constants={
             **({} if case.on_device else {"k_global_ptr": None, "v_global_ptr": None}),
+            **({"k_scales_ptr": None} if fp8 else {}),
             "loc_stride": 1,
             "HEADS": case.heads,
             "K_PER_ROW": case.k_dim // BLOCK,
             "V_PER_ROW": case.v_dim // BLOCK,
             "TILE": TILE,
+            "SEARCH": case.choice == "mse",
             "NATIVE": 1,
             "gfx950": {"NATIVE": 0},
         },
@@ -303,6 +336,14 @@ def _cases() -> tuple[Case, ...]:
         Case(8, heads=2, k_dim=64, v_dim=256, slots="edges", values="edges", layout="slices", k_scale=1024.0),
         Case(9, heads=4, slots="edges", values="edges", ids="int32", k_scale=0.013, v_scale=7e-4),
         Case(20, heads=4, k_dim=16, v_dim=32, slots="edges", values="edges"),
+        Case(3, choice="mse"),
+        Case(9, heads=4, slots="edges", values="edges", layout="slices", choice="mse", k_scale=2.0**-7, v_scale=64.0),
+        Case(3, keys="fp8"),
+        Case(3, keys="fp8", choice="mse"),
+        Case(0, keys="fp8"),
+        Case(9, heads=3, k_dim=192, v_dim=128, slots="edges", values="edges", layout="slices", keys="fp8", choice="mse", k_scale=0.013),
+        Case(8, heads=2, k_dim=16, v_dim=512, slots="edges", values="edges", layout="heads_first", keys="fp8", k_scale=3.7, v_scale=0.02, on_device=True),
+        Case(5, heads=3, k_dim=96, v_dim=96, layout="odd", keys="fp8", ids="int32"),
     )  # fmt: skip
 
 
@@ -311,6 +352,12 @@ def _bench_cases() -> tuple[Case, ...]:
         *(Case(tokens) for tokens in (1, 16, 64, 512, 4096, 16384)),
         *(Case(tokens, heads=4, k_dim=256, v_dim=256) for tokens in (64, 4096, 16384)),
         Case(4096, k_scale=0.013, v_scale=0.021, on_device=True),
+        *(Case(tokens, choice="mse") for tokens in (64, 4096, 16384)),
+        *(
+            Case(tokens, keys="fp8", choice=choice)
+            for choice in ("amax", "mse")
+            for tokens in (64, 4096, 16384)
+        ),
     )
 
 
@@ -322,7 +369,12 @@ OP = Op(
     reference=lambda case, inputs: _call(reference, case, inputs),
     compare=lambda case, got, want: assert_outputs_bitwise(got, want),
     traffic=lambda case: traffic(
-        case.tokens, case.heads, case.k_dim, case.v_dim, 8 if case.ids == "int64" else 4
+        case.tokens,
+        case.heads,
+        case.k_dim,
+        case.v_dim,
+        8 if case.ids == "int64" else 4,
+        fp8_keys=case.keys == "fp8",
     ),
     implementations={
         "triton": Implementation(
@@ -333,13 +385,19 @@ OP = Op(
         "sglang-fp8": Implementation(run=_engine_fp8, version=engine_version),
         "sglang-bf16": Implementation(run=_engine_bf16, version=engine_version),
         "sglang-nvfp4": Implementation(
-            run=_engine_nvfp4, version=_flashinfer_version, archs=("sm90", "sm100", "sm120")
+            run=_engine_nvfp4,
+            version=_flashinfer_version,
+            archs=("sm90", "sm100", "sm120"),
+            refuses=lambda case: "it has no FP8 keys" if case.keys == "fp8" else None,
         ),
     },
     binaries=(
         _binary("d128", Case(3)),
         _binary("d128_scales", Case(3, on_device=True), quick=False),
         _binary("d256", Case(64, heads=4, k_dim=256, v_dim=256), quick=False),
+        _binary("d128_mse", Case(3, choice="mse"), quick=False),
+        _binary("d128_k8", Case(3, keys="fp8"), quick=False),
+        _binary("d128_k8_mse", Case(3, keys="fp8", choice="mse"), quick=False),
     ),
     oracle=_oracle,
     compare_oracle=_compare_oracle,

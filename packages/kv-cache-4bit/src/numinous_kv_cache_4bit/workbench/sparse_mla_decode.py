@@ -350,6 +350,9 @@ def _cases() -> tuple[Case, ...]:
         Case(3, 16, 70, 656, pattern="edges", splits=2, sink=True),
         Case(2, 20, 67, 528, 2, layout="sliced", splits=1, sink=True),
         Case(2, 16, 200, pattern="sparse", splits=3),
+        Case(
+            1, 5, 400, splits=19, sink=True
+        ),  # more splits than tiles; joined by four groups of threads
         Case(1, 12, 97, pattern="nan", splits=2),
         Case(3, 10, 130, 288, 3, "int64", dense=True, splits=2),
         Case(2, 16, 70, 656, 2, dense=True, splits=1, sink=True),
@@ -368,6 +371,9 @@ def _cases() -> tuple[Case, ...]:
         Case(9, 24, 2048, pattern="edges"),
         Case(140, 16, 130, 656, splits=1),
         Case(2, 96, 130, 528, pattern="nan"),
+        # A turn of whole lists and some that are split, one and two blocks a list.
+        Case(140, 64, 700, 288, sink=True),
+        Case(70, 128, 600, queries=2, pattern="edges"),
         Case(1, 128, 2048, scale=0.25),
     )
 

@@ -23,6 +23,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 """Architecture -> nvcc targets in the order in which they are tried."""
 
+SERIALIZED = "wgmma.mma_async instructions are serialized"
+"""What ptxas remarks, and goes on, where code touches accumulators under way: each product then waits for the one before."""
+
 FLAGS = ("-O3", "-std=c++17", "--expt-relaxed-constexpr", "-Xptxas=-v")
 
 
@@ -56,7 +59,8 @@ def compile_target(module: Path, binary: SourceBinary, target: str) -> Path:
     """One cubin for one nvcc target such as ``sm_90a``; kept by the hash of its inputs.
 
     Returns:
-        A folder with ``<name>.cubin`` and ``log`` (what ptxas reported). Raises CompileError, NotAvailable.
+        A folder with ``<name>.cubin`` and ``log`` (what ptxas reported). Raises CompileError, also for what `SERIALIZED` names, and
+        NotAvailable.
     """
     nvcc = find_nvcc()
     inputs = {
@@ -74,6 +78,9 @@ def compile_target(module: Path, binary: SourceBinary, target: str) -> Path:
         done = run([*command, *symbols, "-o", str(cubin), str(module / binary.source)])
         if done.returncode != 0:
             raise CompileError(f"{binary.name} for {target}: {first_error(done.stderr)}")
+        for line in done.stderr.splitlines():
+            if SERIALIZED in line:
+                raise CompileError(f"{binary.name} for {target}: {line.split(': ', 1)[-1]}")
         (out / "log").write_text(done.stderr, encoding="utf-8")
 
     return cache.kept(cache.key(inputs), make)

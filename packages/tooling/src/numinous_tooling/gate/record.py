@@ -7,7 +7,8 @@ write down is null. A run that names no GPU or no engine version is refused, sin
 of the checkout around the working folder.
 
 A record holds the common fields of `numinous_tooling.evidence` (`package` is this one, whose gate it is; `gate` is the
-verdict with its reasons), `features` with `packages` and their versions, `verdict`, and
+verdict with its reasons), `features` with `packages` and their versions, `options` where the environment of arm B sets some of its features,
+`verdict`, and
 
 - serving (`n`: requests of all arms): per arm ``a_…``, ``b_…`` output tok/s, median tok/s per user, median TTFT and TPOT;
   `changes`: per comparison, and in it per metric, the change with its interval, and the word;
@@ -20,11 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from numinous_tooling import evidence
+from numinous_tooling.gate.arms import flag_name
 from numinous_tooling.gate.compare import read_run
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import added
@@ -127,6 +129,7 @@ def record_of_run(kind: str, document: Mapping[str, Any], folder: Path) -> dict[
         "triton": versions.get("triton"),
         "engine": f"sglang {versions['sglang']}",
         "features": document["features"],
+        **_options(document["features"], arms["B"].get("env", {})),
         "packages": {
             name: version for name, version in versions.items() if name.startswith("numinous-")
         },
@@ -136,6 +139,18 @@ def record_of_run(kind: str, document: Mapping[str, Any], folder: Path) -> dict[
         "command": document["command"],
         "utc": document["started_utc"],
     }
+
+
+def _options(features: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """What arm B's environment sets of its features' options, as one text; nothing where it sets none."""
+    flags = tuple(f"{flag_name(feature)}_" for feature in features)
+    options = [
+        f"{name.removeprefix(flag)}={value}"
+        for flag in flags
+        for name, value in sorted(env.items())
+        if name.startswith(flag)
+    ]
+    return {"options": " ".join(options)} if options else {}
 
 
 def _serving(document: Mapping[str, Any]) -> dict[str, Any]:

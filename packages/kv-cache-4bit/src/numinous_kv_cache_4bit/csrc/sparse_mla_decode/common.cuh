@@ -19,14 +19,16 @@ struct Params {
   const float* sink;       // [heads], or null
   uint16_t* out;           // bf16 [tokens, heads, 512]
   float* lse;              // [tokens, heads], natural
-  float* part_out;         // [tokens, splits, heads, 512], where splits > 1
-  float* part_lse;         // [tokens, splits, heads], base 2
+  float* part_out;         // [tokens - whole, splits, heads, 512]
+  float* part_lse;         // [tokens - whole, splits, heads], base 2
   float* debug;
   int64_t q_request_stride, q_query_stride, q_head_stride;  // elements
   int64_t pool_stride;                                      // bytes
   int64_t index_stride;                                     // elements from token to token, dense: from request to request
   int64_t slots;
-  int tokens, queries, heads, width, splits, wide_ids;
+  int tokens, queries, heads, width;
+  int whole, splits;  // the first tokens have one block for each group of heads, which writes the output; the others have `splits`
+  int wide_ids;
   float scale_log2;   // of scores of what tiles hold, times log2(e)
   float out_scale;    // from what tiles hold to values
   uint32_t q_factor;  // pair of bf16 that multiplies the latent part of q: a power of two
@@ -37,21 +39,36 @@ constexpr float kInf = INFINITY;
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Work {
-  int token, request, query, head, split, begin, end, length;  // tiles begin … end of a list of `length` entries
+  int token, request, query, head, begin, end, length;  // tiles begin … end of a list of `length` entries
+  int part;  // which of all parts [tokens - whole, splits] the block writes; negative: the output
+
+  // Row of a head of the block in the output, or in parts.
+  __device__ __forceinline__ int64_t row_of(const Params& p, int head_of_block) const {
+    return int64_t(part < 0 ? token : part) * p.heads + head + head_of_block;
+  }
 };
 
+// Blocks of one list stand side by side: they run at the same time, so that a row that one has read comes to the others from L2.
 __device__ __forceinline__ Work work_of(const Params& p, int heads_of_block) {
   Work w;
-  w.token = blockIdx.x / p.splits;
-  w.split = blockIdx.x % p.splits;
+  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, list = blockIdx.x / groups;
+  w.head = blockIdx.x % groups * heads_of_block;
+  w.part = list - p.whole;
+  w.token = w.part < 0 ? list : p.whole + w.part / p.splits;
   w.request = w.token / p.queries;
   w.query = w.token % p.queries;
-  w.head = blockIdx.y * heads_of_block;
   w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
-  const int tiles = tiles_of(w.length);
-  w.begin = first_tile(tiles, p.splits, w.split);
-  w.end = first_tile(tiles, p.splits, w.split + 1);
+  const int tiles = tiles_of(w.length), splits = w.part < 0 ? 1 : p.splits, split = w.part < 0 ? 0 : w.part % p.splits;
+  w.begin = first_tile(tiles, splits, split);
+  w.end = first_tile(tiles, splits, split + 1);
   return w;
+}
+
+// Whether a block has a part without rows, which it says; the others do not have to know more.
+__device__ __forceinline__ bool no_part(const Params& p, const Work& w, int heads_of_block) {
+  if (w.part < 0 || w.begin < w.end) return false;
+  if (threadIdx.x < heads_of_block && w.head + int(threadIdx.x) < p.heads) p.part_lse[w.row_of(p, threadIdx.x)] = -kInf;
+  return true;
 }
 
 // --- Rows ---------------------------------------------------------------------------------------------------------------------
@@ -176,34 +193,43 @@ __device__ __forceinline__ float exponent_of(const Params& p, float most) {
 // A score under its row's bias. Not their sum: a row that is none has zeros, and NaN or infinity in q times these is NaN.
 __device__ __forceinline__ float biased(float score, float bias) { return bias == 0.0f ? score : bias; }
 
-// Heads head … head + kHeads of q into panels, in the order in which tiles hold a row; heads that are none as zeros.
+// Heads head … head + kHeads of q into panels, in the order in which tiles hold a row; heads that are none as zeros. A warp takes every
+// eighth head, whose swizzle is then the same, and a lane two chunks of its latent part, eight lanes one of its rope part: addresses are
+// one sum and constants, because code that runs once is paid for by the line.
 template <class R, int kHeads>
 __device__ __forceinline__ void load_q(const Params& p, const Work& w, uint32_t to) {
-  constexpr int kChunksOfHead = R::kPanels * 8;
-  const uint16_t* q = p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + w.head * p.q_head_stride;
-  constexpr int kAll = kHeads * kChunksOfHead, kTurns = (kAll + kConsumers - 1) / kConsumers;
-  uint4 all[kTurns];  // all loads under way at once
+  constexpr int kWarps = kConsumers / 32, kTurns = kHeads / kWarps, kChunks = R::kRope ? 3 : 2;
+  static_assert(kWarps == 8 && kHeads % kWarps == 0, "heads of a warp have one swizzle");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint16_t* q =
+      p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + (w.head + warp) * p.q_head_stride + 8 * lane;
+  uint4 all[kTurns][kChunks];  // all loads under way at once
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    all[turn] = {0, 0, 0, 0};
-    if (((turn + 1) * kConsumers <= kAll || head < kHeads) && w.head + head < p.heads)
-      all[turn] = *reinterpret_cast<const uint4*>(q + head * p.q_head_stride + 8 * chunk);
-  }
+    const bool live = w.head + warp + turn * kWarps < p.heads;
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kConsumers + threadIdx.x, head = i / kChunksOfHead, chunk = i % kChunksOfHead;
-    if ((turn + 1) * kConsumers > kAll && head >= kHeads) break;
-    uint4 v = all[turn];
-    if (chunk < kLatent / 8) {
-      v = {multiply_bf16_pairs(v.x, p.q_factor), multiply_bf16_pairs(v.y, p.q_factor), multiply_bf16_pairs(v.z, p.q_factor),
-           multiply_bf16_pairs(v.w, p.q_factor)};
-      if constexpr (R::kFourBit)  // dim_of_position: values i and i + 4 side by side
-        v = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-             __byte_perm(v.y, v.w, 0x7632)};
+    for (int k = 0; k < kChunks; ++k) {
+      all[turn][k] = {0, 0, 0, 0};
+      if (live && (k < 2 || lane < 8)) all[turn][k] = *reinterpret_cast<const uint4*>(q + k * kLatent / 2);
     }
-    store_shared(to + swizzled(kHeads, head, 8 * chunk), v);
+    q += kWarps * p.q_head_stride;
   }
+  const uint32_t first = to + swizzled(kHeads, warp, 8 * lane);
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+    for (int k = 0; k < kChunks; ++k) {
+      uint4 v = all[turn][k];
+      if (k < 2) {
+        v = {multiply_bf16_pairs(v.x, p.q_factor), multiply_bf16_pairs(v.y, p.q_factor), multiply_bf16_pairs(v.z, p.q_factor),
+             multiply_bf16_pairs(v.w, p.q_factor)};
+        if constexpr (R::kFourBit)  // dim_of_position: values i and i + 4 side by side
+          v = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+               __byte_perm(v.y, v.w, 0x7632)};
+      }
+      const uint32_t at = first + turn * kWarps * 128 + k * (kLatentPanels / 2) * kHeads * 128;
+      if (k < 2 || lane < 8) store_shared(at, v);
+    }
 }
 
 // The stage's heads to memory: final, or a split's part.
@@ -212,12 +238,11 @@ __device__ __forceinline__ void store_output(const Params& p, const Work& w, con
   for (int i = threadIdx.x; i < heads * (kLatent / 4); i += kConsumers) {
     const int head = i / (kLatent / 4), four = i % (kLatent / 4);
     const float4 v = *reinterpret_cast<const float4*>(stage + head * kStageStride + 4 * four);
-    if (p.splits == 1) {
-      const int64_t row = int64_t(w.token) * p.heads + w.head + head;
-      *reinterpret_cast<uint2*>(p.out + row * kLatent + 4 * four) = uint2{bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
+    const int64_t at = w.row_of(p, head) * kLatent + 4 * four;
+    if (w.part < 0) {
+      *reinterpret_cast<uint2*>(p.out + at) = uint2{bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
     } else {
-      const int64_t row = (int64_t(w.token) * p.splits + w.split) * p.heads + w.head + head;
-      *reinterpret_cast<float4*>(p.part_out + row * kLatent + 4 * four) = v;
+      *reinterpret_cast<float4*>(p.part_out + at) = v;
     }
   }
 }
@@ -230,11 +255,11 @@ __device__ __forceinline__ float finish(const Params& p, const Work& w, int head
   float total = sum;
   if (w.head + head < p.heads) {
     const float lse = none ? -kInf : top + log2_fast(sum);
-    if (p.splits == 1) {
-      if (writes) p.lse[int64_t(w.token) * p.heads + w.head + head] = lse * kLn2;
+    if (w.part < 0) {
+      if (writes) p.lse[w.row_of(p, head)] = lse * kLn2;
       if (p.sink != nullptr && !none) total += exp2f(p.sink[w.head + head] * kLog2E - top);
     } else if (writes) {
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + w.head + head] = lse;
+      p.part_lse[w.row_of(p, head)] = lse;
     }
   }
   return none ? 0.0f : p.out_scale / total;
@@ -244,45 +269,87 @@ __device__ __forceinline__ float finish(const Params& p, const Work& w, int head
 
 // --- Splits -------------------------------------------------------------------------------------------------------------------
 
-// A head of a token from its splits: weights 2^(lse - largest). Block: a quarter of a head's values. Lanes 8 g … 8 g + 7 of a warp take
-// splits g, g + 4, …, so that parts are under way at the same time, 32 consecutive values of each.
-extern "C" __global__ void __launch_bounds__(128) combine(const __grid_constant__ numinous::Params p) {
+namespace numinous {
+
+// Sum over some splits of eight values of a head, weighted by 2^(lse - most).
+struct Joined {
+  float most, sum;
+  float4 low, high;
+
+  __device__ __forceinline__ float by() const { return most == -kInf ? 0.0f : most; }
+  // The largest lse so far is `now`.
+  __device__ __forceinline__ void rise(float now) {
+    const float before = most;
+    most = now;
+    const float keep = exp2f(before - by());
+    sum *= keep;
+    low = {low.x * keep, low.y * keep, low.z * keep, low.w * keep};
+    high = {high.x * keep, high.y * keep, high.z * keep, high.w * keep};
+  }
+  __device__ __forceinline__ void add(float weight, float total, const float4& v, const float4& w) {
+    sum += weight * total;
+    low = {low.x + weight * v.x, low.y + weight * v.y, low.z + weight * v.z, low.w + weight * v.w};
+    high = {high.x + weight * w.x, high.y + weight * w.y, high.z + weight * w.z, high.w + weight * w.w};
+  }
+};
+
+}  // namespace numinous
+
+// A head of a token from its splits, always in the same order. 64 threads have eight values each; where there are many splits, four such
+// groups take every fourth one and meet in shared memory. What a thread loads depends on nothing that it has loaded.
+extern "C" __global__ void __launch_bounds__(64 * numinous::kJoinGroups) combine(const __grid_constant__ numinous::Params p) {
   using namespace numinous;
   wait_for_grid_before();
-  const int64_t token = blockIdx.x / p.heads;
+  const int groups = groups_of_join(p.splits), group = threadIdx.x / 64, thread = threadIdx.x % 64;
+  const int64_t list = blockIdx.x / p.heads, token = p.whole + list;
   const int head = blockIdx.x % p.heads;
-  constexpr int kGroups = 4;
-  const int group = threadIdx.x / 8 % kGroups, column = 4 * int(blockIdx.y * 32 + threadIdx.x / 32 * 8 + threadIdx.x % 8);
-  const float* lse = p.part_lse + token * p.splits * p.heads + head;
-  const float* part = p.part_out + (token * p.splits * p.heads + head) * kLatent + column;
-  float top = -kInf;
-  for (int split = group; split < p.splits; split += kGroups) top = fmaxf(top, lse[split * p.heads]);
-  for (int lanes = 8; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-  const float by = top == -kInf ? 0.0f : top;
-  float sum = 0.0f;
-  float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 2
-  for (int split = group; split < p.splits; split += kGroups) {
-    const float own = lse[split * p.heads];
-    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (own != -kInf) v = *reinterpret_cast<const float4*>(part + int64_t(split) * p.heads * kLatent);  // else it is not written
-    const float weight = own == -kInf ? 0.0f : exp2f(own - by);
-    sum += weight;
-    total = {total.x + weight * v.x, total.y + weight * v.y, total.z + weight * v.z, total.w + weight * v.w};
-  }
+  const float* lse = p.part_lse + list * p.splits * p.heads + head;
+  const float* part = p.part_out + (list * p.splits * p.heads + head) * kLatent + 4 * thread;
+  Joined joined = {-kInf, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+  constexpr int kAhead = 4;
+  for (int first = group; first < p.splits; first += kAhead * groups) {
+    float own[kAhead];
+    float4 low[kAhead], high[kAhead];
 #pragma unroll
-  for (int lanes = 8; lanes < 32; lanes *= 2) {
-    sum += __shfl_xor_sync(~0u, sum, lanes);
-    total = {total.x + __shfl_xor_sync(~0u, total.x, lanes), total.y + __shfl_xor_sync(~0u, total.y, lanes),
-             total.z + __shfl_xor_sync(~0u, total.z, lanes), total.w + __shfl_xor_sync(~0u, total.w, lanes)};
+    for (int i = 0; i < kAhead; ++i) {
+      const int split = first + i * groups;
+      own[i] = -kInf;
+      if (split < p.splits) {
+        own[i] = lse[split * p.heads];
+        const float* from = part + int64_t(split) * p.heads * kLatent;
+        low[i] = *reinterpret_cast<const float4*>(from);
+        high[i] = *reinterpret_cast<const float4*>(from + kLatent / 2);
+      }
+    }
+    float now = joined.most;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) now = fmaxf(now, own[i]);
+    joined.rise(now);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      if (own[i] != -kInf) joined.add(exp2f(own[i] - joined.by()), 1.0f, low[i], high[i]);  // else the part is not written
   }
-  if (group != 0) return;
-  const bool none = sum == 0.0f;
-  float all = sum;
+  if (groups > 1) {
+    __shared__ Joined others[kJoinGroups - 1][64];
+    if (group > 0) others[group - 1][thread] = joined;
+    __syncthreads();
+    if (group > 0) return;
+#pragma unroll
+    for (int i = 0; i < kJoinGroups - 1; ++i) {
+      const Joined& other = others[i][thread];
+      joined.rise(fmaxf(joined.most, other.most));
+      joined.add(exp2f(other.most - joined.by()), other.sum, other.low, other.high);
+    }
+  }
+  const bool none = joined.sum == 0.0f;
+  const float by = joined.by();
+  float all = joined.sum;
   if (p.sink != nullptr && !none) all += exp2f(p.sink[head] * kLog2E - by);
   const float factor = none ? 0.0f : 1.0f / all;
-  const int64_t row = token * p.heads + head;
-  *reinterpret_cast<uint2*>(p.out + row * kLatent + column) =
-      uint2{bf16_pair(total.x * factor, total.y * factor), bf16_pair(total.z * factor, total.w * factor)};
-  if (column == 0) p.lse[row] = none ? -kInf : (by + log2f(sum)) * kLn2;
+  const float4 low = joined.low, high = joined.high;
+  uint16_t* out = p.out + (token * p.heads + head) * kLatent + 4 * thread;
+  *reinterpret_cast<uint2*>(out) = uint2{bf16_pair(low.x * factor, low.y * factor), bf16_pair(low.z * factor, low.w * factor)};
+  *reinterpret_cast<uint2*>(out + kLatent / 2) =
+      uint2{bf16_pair(high.x * factor, high.y * factor), bf16_pair(high.z * factor, high.w * factor)};
+  if (thread == 0) p.lse[token * p.heads + head] = none ? -kInf : (by + log2f(joined.sum)) * kLn2;
 }

@@ -29,40 +29,40 @@ namespace numinous {
 // Names of barriers; 0 is __syncthreads.
 constexpr int kAllConsumers = 1, kOneWarpgroup = 2;
 
+constexpr int kProducerGroups = 2;
+// Of a thread; 2 × 64 + 2 × 192 = 4 × 128. With eight fewer, a producer's quarter of 656 bytes spills; with 16 more, 32 heads of a consumer.
+constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
+
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
-// A warpgroup of `kGroups` that fill tiles. Rows are under way in registers while the consumers work on the tile before.
-template <class R, int kGroups>
+// One of two warpgroups that fill tiles, half of the rows each. While the consumers work on a tile, a thread has a quarter of a row of the
+// next one under way in its registers, rows of the one after that are on their way to L2, and so are ids of a further one to registers.
+template <class R>
 __device__ __forceinline__ void produce(const Params& p, const Work& w, int group, uint32_t tiles, float* bias, uint32_t full,
                                         uint32_t empty) {
-  constexpr int kPasses = kTile / kRowsOfPass / kGroups;
-  const int thread = threadIdx.x % 128, quarter = producer_quarter(thread);
-  Raw<R> raw[kPasses];
-  Entry next[kPasses];
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) next[pass] = entry_of(p, w, w.begin, producer_row(thread, group, kGroups, pass));
-  const auto fetch = [&](int after) {
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-      raw[pass].fetch(p, slot_of(p, next[pass], producer_row(thread, group, kGroups, pass)), quarter);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass)
-      next[pass] = entry_of(p, w, after, producer_row(thread, group, kGroups, pass));
+  static_assert(kTile == kRowsOfPass * kProducerGroups, "a thread has a quarter of one row");
+  const int thread = threadIdx.x % 128, quarter = producer_quarter(thread), row = producer_row(thread, group, kProducerGroups, 0);
+  const auto prefetch = [&](Entry e) {
+    const int64_t slot = slot_of(p, e, row);
+    if (quarter == 0 && slot >= 0 && slot < p.slots) prefetch_row<R::kBytes>(p.pool + slot * p.pool_stride);
   };
-  fetch(w.begin + 1);
+  Raw<R> raw;
+  const Entry first = entry_of(p, w, w.begin, row);
+  Entry next = entry_of(p, w, w.begin + 1, row), later = entry_of(p, w, w.begin + 2, row);
+  raw.fetch(p, slot_of(p, first, row), quarter);
+  prefetch(next);
   for (int tile = w.begin; tile < w.end; ++tile) {
     const int turn = tile - w.begin, buffer = turn & 1;
     barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = producer_row(thread, group, kGroups, pass);
-      decode(raw[pass], tiles + buffer * R::kTileBytes, row, quarter);
-      if (quarter == 0) bias[buffer * kTile + row] = raw[pass].valid ? 0.0f : -kInf;
-    }
+    decode(raw, tiles + buffer * R::kTileBytes, row, quarter);
+    if (quarter == 0) bias[buffer * kTile + row] = raw.valid ? 0.0f : -kInf;
     // The fence may wait for loads that are under way, and so would whoever waits for the tile.
     fence_for_wgmma();
     barrier_arrive(full + 8 * buffer);
-    fetch(tile + 2);
+    raw.fetch(p, slot_of(p, next, row), quarter);
+    prefetch(later);
+    next = later;
+    later = entry_of(p, w, tile + 3, row);
   }
 }
 
@@ -73,16 +73,16 @@ constexpr int kDebugS = kTile * 576, kDebugP = kDebugS + 64 * kTile;  // debug: 
 
 template <class R>
 __device__ void dump_tile(float* debug, const uint8_t* tile) {
-  for (int i = threadIdx.x; i < kTile * R::kPanels * 64; i += kConsumers) {
+  for (int i = threadIdx.x % 128; i < kTile * R::kPanels * 64; i += 128) {
     const int row = i / (R::kPanels * 64), position = i % (R::kPanels * 64);
     const int dim = dim_of_position(R::kFourBit && position < kLatent, position);
     debug[row * 576 + dim] = bf16_value(*reinterpret_cast<const uint16_t*>(tile + swizzled(kTile, row, position)));
   }
 }
-#define NUMINOUS_DUMP(statement) \
-  if (p.debug != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && tile == w.begin) { statement; }
+#define NUMINOUS_DUMP(first, statement) \
+  if (p.debug != nullptr && blockIdx.x == 0 && first) { statement; }
 #else
-#define NUMINOUS_DUMP(statement)
+#define NUMINOUS_DUMP(first, statement)
 #endif
 
 template <class R>
@@ -91,96 +91,140 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
   const int thread = threadIdx.x % 128, half = uniform(threadIdx.x / 128);
   const uint32_t base = shared_address(shared);
   const float* bias = reinterpret_cast<const float*>(shared + S::kBias);
-  float* stat = reinterpret_cast<float*>(shared + S::kStat);  // [half][head]
-  const uint32_t full = base + S::kBarriers, empty = full + 16;
+  float* stat = reinterpret_cast<float*>(shared + S::kStat);  // sums [half][head]
+  float* maxima = stat + 128;                                 // [head] so far, of whoever wrote P
+  const uint32_t full = base + S::kBarriers, empty = full + 16, weighed = full + 32;
 
   const uint64_t q_at = descriptor(base + S::kQ, 16, kGroupBytes), p_at = descriptor(base + S::kP, 16, kGroupBytes);
   load_q<R, 64>(p, w, base + S::kQ);
   fence_for_wgmma();
   named_barrier(kAllConsumers, kConsumers);
 
-  float o[128];
+  float o[2][64];  // [head, 128 values] twice: an instruction with all 256 is refused where threads start with 128 registers
 #pragma unroll
-  for (int i = 0; i < 128; ++i) o[i] = 0.0f;
-  float most[2] = {-kInf, -kInf}, sum[2] = {0.0f, 0.0f};  // of heads fragment_row(thread, 0) and 8 further; sums of own rows only
+  for (int i = 0; i < 64; ++i) o[0][i] = o[1][i] = 0.0f;
+  float most[2] = {-kInf, -kInf}, sum[2] = {0.0f, 0.0f};  // of heads fragment_row(thread, 0) and 8 further; sums of own tiles only
 
-  for (int tile = w.begin; tile < w.end; ++tile) {
-    const int turn = tile - w.begin, buffer = turn & 1;
-    const uint32_t k = base + S::kTiles + buffer * R::kTileBytes;
-    barrier_wait(full + 8 * buffer, turn >> 1 & 1);
-    NUMINOUS_DUMP(dump_tile<R>(p.debug, shared + S::kTiles))
-
-    const uint64_t k_at = descriptor(k + k_major_step(kTile, 32 * half, 0), 16, kGroupBytes);
-    const uint64_t v_at = descriptor(k + mn_major_step(4 * half, 0), kTilePanelBytes, kGroupBytes);
-    float s[16];  // [head, 32 rows]
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < R::kPanels * 4; ++step)
-      wgmma<false, false>(s, further(q_at, k_major_step(64, 0, step)),
-                          further(k_at, k_major_step(kTile, 0, step)), step > 0);
-    wgmma_commit();
-    wgmma_wait();
-    hold(s);
-
-    float top[2] = {-kInf, -kInf};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      s[i] = biased(s[i], bias[buffer * kTile + 32 * half + fragment_column(thread, i)]);
-      top[i % 4 / 2] = fmaxf(top[i % 4 / 2], s[i]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-      top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-      if (thread % 4 == 0) stat[half * 64 + fragment_row(thread, 2 * r)] = top[r];
-    }
-    named_barrier(kAllConsumers, kConsumers);  // also: P of the tile before is read
-
+  // The largest scores are now `now`.
+  const auto rise = [&](const float (&now)[2]) {
     float alpha[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float other = stat[(half ^ 1) * 64 + fragment_row(thread, 2 * r)];
-      const float now = fmaxf(most[r], fmaxf(top[r], other));
-      const float by = exponent_of(p, now);
       // Not exp2 of the difference: that is contracted to an FMA and not 1 where the maximum stays.
-      alpha[r] = now == most[r] ? 1.0f : exp2_fast(most[r] * p.scale_log2 - by);
-      most[r] = now;
-      top[r] = by;
+      alpha[r] = now[r] == most[r] ? 1.0f : exp2_fast(most[r] * p.scale_log2 - exponent_of(p, now[r]));
+      most[r] = now[r];
       sum[r] *= alpha[r];
     }
-#pragma unroll
-    for (int i = 0; i < 16; i += 2) {
-      const int r = i % 4 / 2;
-      const float first = exp2_fast(s[i] * p.scale_log2 - top[r]), second = exp2_fast(s[i + 1] * p.scale_log2 - top[r]);
-      sum[r] += first + second;
-      store_shared(base + S::kP + swizzled(64, fragment_row(thread, i), 32 * half + fragment_column(thread, i)),
-                   bf16_pair(first, second));
-      NUMINOUS_DUMP(for (int c = 0; c < 2; ++c) {
-        const int at = fragment_row(thread, i) * kTile + 32 * half + fragment_column(thread, i) + c;
-        p.debug[kDebugS + at] = c == 0 ? s[i] : s[i + 1];
-        p.debug[kDebugP + at] = c == 0 ? first : second;
-      })
-    }
-    fence_for_wgmma();
     if (__any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < 128; ++i) o[i] *= alpha[i % 4 / 2];
+      for (int i = 0; i < 64; ++i) {
+        o[0][i] *= alpha[i % 4 / 2];
+        o[1][i] *= alpha[i % 4 / 2];
+      }
     }
-    named_barrier(kAllConsumers, kConsumers);
-
-    hold(o);
+  };
+  // Products of P with this warpgroup's half of V, put under way.
+  const auto multiply = [&](int turn) {
+    const uint64_t v_at =
+        descriptor(base + S::kTiles + (turn & 1) * R::kTileBytes + mn_major_step(4 * half, 0), kTilePanelBytes, kGroupBytes);
+    hold(o[0]);
+    hold(o[1]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step)
-      wgmma<false, true>(o, further(p_at, k_major_step(64, 0, step)),
-                         further(v_at, mn_major_step(0, step)), true);
+#pragma unroll
+      for (int part = 0; part < 2; ++part)
+        wgmma<false, true>(o[part], further(p_at, k_major_step(64, 0, step)), further(v_at, mn_major_step(2 * part, step)), true);
     wgmma_commit();
+  };
+  // They are done: tile and P are read.
+  const auto give_back = [&](int turn) {
     wgmma_wait();
-    hold(o);
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * buffer);
+    hold(o[0]);
+    hold(o[1]);
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (turn & 1));
+  };
+  // The other warpgroup has P of its tile.
+  const auto wait_for_theirs = [&](int turn) {
+    barrier_wait(full + 8 * (turn & 1), turn >> 1 & 1);
+    barrier_wait(weighed, turn & 1);
+  };
+  const auto attend_theirs = [&](int turn) {
+    const float now[2] = {maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]};
+    rise(now);
+    multiply(turn);
+  };
+
+  const int turns = w.end - w.begin;
+  for (int turn = half; turn < turns; turn += 2) {
+    const int buffer = turn & 1;
+    barrier_wait(full + 8 * buffer, turn >> 1 & 1);
+    NUMINOUS_DUMP(turn == 0, dump_tile<R>(p.debug, shared + S::kTiles))
+    const uint64_t k_at = descriptor(base + S::kTiles + buffer * R::kTileBytes, 16, kGroupBytes);
+    float s[32];  // [head, row]
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < R::kPanels * 4; ++step)
+      wgmma<false, false>(s, further(q_at, k_major_step(64, 0, step)), further(k_at, k_major_step(kTile, 0, step)), step > 0);
+    wgmma_commit();
+    if (turn > 0) wait_for_theirs(turn - 1);
+    wgmma_wait();
+    hold(s);
+
+    float now[2], added[2];
+    const auto weigh = [&]() {
+      now[0] = most[0];
+      now[1] = most[1];
+      added[0] = added[1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        s[i] = biased(s[i], bias[buffer * kTile + fragment_column(thread, i)]);
+        now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
+        now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
+      }
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        NUMINOUS_DUMP(turn == 0, p.debug[kDebugS + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
+        s[i] = exp2_fast(s[i] * p.scale_log2 - exponent_of(p, now[i % 4 / 2]));
+        added[i % 4 / 2] += s[i];
+        NUMINOUS_DUMP(turn == 0, p.debug[kDebugP + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
+      }
+    };
+    // Twice, because the compiler has products wait for one another where a path leads past their wait.
+    if (turn > 0) {
+      attend_theirs(turn - 1);
+      weigh();
+      give_back(turn - 1);
+      barrier_wait(empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);  // by both warpgroups: P is free
+    } else {
+      weigh();
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i += 2)
+      store_shared(base + S::kP + swizzled(64, fragment_row(thread, i), fragment_column(thread, i)), bf16_pair(s[i], s[i + 1]));
+    if (thread % 4 == 0) {
+      maxima[fragment_row(thread, 0)] = now[0];
+      maxima[fragment_row(thread, 2)] = now[1];
+    }
+    fence_for_wgmma();
+    barrier_arrive(weighed);
+    rise(now);
+    sum[0] += added[0];
+    sum[1] += added[1];
+    barrier_wait(weighed, turn & 1);
+    multiply(turn);
+    give_back(turn);
+  }
+  if (turns > 0 && (turns - 1 & 1) != half) {
+    wait_for_theirs(turns - 1);
+    attend_theirs(turns - 1);
+    give_back(turns - 1);
   }
 
-  named_barrier(kAllConsumers, kConsumers);  // maxima are read
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
@@ -199,7 +243,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
 #pragma unroll
   for (int i = 0; i < 128; ++i) {
     const int dim = dim_of_position(R::kFourBit, 256 * half + fragment_column(thread, i));
-    stage[fragment_row(thread, i) * kStageStride + dim] = o[i] * factor[i % 4 / 2];
+    stage[fragment_row(thread, i) * kStageStride + dim] = o[i / 64][i % 64] * factor[i % 4 / 2];
   }
   named_barrier(kAllConsumers, kConsumers);
   store_output(p, w, stage, 64);
@@ -309,12 +353,10 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
       sum[own_head(i)] += weight;
       store_shared(probabilities + swizzled(kHeads, fragment_column(thread, i), fragment_row(thread, i)),
                    uint16_t(bf16_pair(weight, 0.0f)));
-      NUMINOUS_DUMP(const int at = fragment_column(thread, i) * kTile + fragment_row(thread, i);
+      NUMINOUS_DUMP(tile == w.begin, const int at = fragment_column(thread, i) * kTile + fragment_row(thread, i);
                     p.debug[kDebugS + at] = s[i]; p.debug[kDebugP + at] = weight)
     }
-    NUMINOUS_DUMP(for (int row = thread; row < kTile; row += 128) for (int at = 0; at < R::kPanels * 64; ++at)
-        p.debug[row * 576 + dim_of_position(R::kFourBit && at < kLatent, at)] = bf16_value(
-            *reinterpret_cast<const uint16_t*>(shared + S::kTiles + swizzled(kTile, row, at))))
+    NUMINOUS_DUMP(tile == w.begin, dump_tile<R>(p.debug, shared + S::kTiles))
     fence_for_wgmma();
     named_barrier(kOneWarpgroup + group, 128);
 
@@ -393,35 +435,26 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
 template <class R, int kHeads, bool kWide>
 __device__ __forceinline__ void attend(const Params& p) {
   using S = Plan<R, kHeads, kWide>;
-  // 32 heads leave no registers for a second warpgroup of producers.
-  constexpr int kProducerGroups = kHeads == 16 ? 2 : 1;
-  // Registers of a thread: 152 + 2 × 176 = 136 + 2 × 184 = 3 × 168, 2 × 104 + 2 × 152 = 4 × 128.
-  constexpr int kProducerRegisters = kWide ? 152 : kHeads == 32 ? 136 : 104;
-  constexpr int kConsumerRegisters = kWide ? 176 : kHeads == 32 ? 184 : 152;
   uint8_t* shared = dynamic_shared();
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
   const Work w = work_of(p, kHeads);
-  if (p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (w.begin == w.end && p.splits > 1) {  // nothing to do, and the others do not have to know more
-    const int head = w.head + threadIdx.x;
-    if (threadIdx.x < kHeads && head < p.heads)
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + head] = -kInf;
-    return;
-  }
+  if (no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       barrier_init(full + 8 * buffer, 128 * kProducerGroups);
       barrier_init(empty + 8 * buffer, kWide ? 8 : 4);  // warps that read a tile
     }
+    if (kWide) barrier_init(empty + 16, 128);
     fence_after_init();
   }
   __syncthreads();
 
   if (threadIdx.x >= kConsumers) {
     fewer_registers<kProducerRegisters>();
-    produce<R, kProducerGroups>(p, w, (threadIdx.x - kConsumers) / 128, base + S::kTiles,
+    produce<R>(p, w, (threadIdx.x - kConsumers) / 128, base + S::kTiles,
                                 reinterpret_cast<float*>(shared + S::kBias), full, empty);
   } else {
     more_registers<kConsumerRegisters>();
@@ -440,6 +473,6 @@ __device__ __forceinline__ void attend(const Params& p) {
     numinous::attend<numinous::Row<NUMINOUS_WIDTH>, heads, wide>(p);                                            \
   }
 
-NUMINOUS_KERNEL(wide, 384, 64, true)
-NUMINOUS_KERNEL(narrow_32, 384, 32, false)
+NUMINOUS_KERNEL(wide, 512, 64, true)
+NUMINOUS_KERNEL(narrow_32, 512, 32, false)
 NUMINOUS_KERNEL(narrow_16, 512, 16, false)

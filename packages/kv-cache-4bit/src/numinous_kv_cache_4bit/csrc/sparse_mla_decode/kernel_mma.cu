@@ -109,7 +109,7 @@ __device__ void dump_half(float* debug, const uint8_t* tile, int half) {
   }
 }
 #define NUMINOUS_DUMP(statement) \
-  if (p.debug != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && tile == w.begin) { statement; }
+  if (p.debug != nullptr && blockIdx.x == 0 && tile == w.begin) { statement; }
 #else
 #define NUMINOUS_DUMP(statement)
 #endif
@@ -281,14 +281,9 @@ __device__ __forceinline__ void attend(const Params& p) {
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
   const Work w = work_of(p, kHeads);
-  if (p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (w.begin == w.end && p.splits > 1) {  // nothing to do, and the others do not have to know more
-    const int head = w.head + threadIdx.x;
-    if (threadIdx.x < kHeads && head < p.heads)
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + head] = -kInf;
-    return;
-  }
+  if (no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0)
     for (int half = 0; half < 2; ++half) {
       barrier_init(full + 8 * half, 128);

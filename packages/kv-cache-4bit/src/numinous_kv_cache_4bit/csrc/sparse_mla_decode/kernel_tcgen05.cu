@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply(const Work& w, uint32_t base, uint32_t 
 #ifdef NUMINOUS_DEBUG
 constexpr int kDebugS = kTile * 576, kDebugP = kDebugS + 64 * kTile;  // debug: K [64][576], S [64 heads][64], P [64 heads][64]
 #define NUMINOUS_DUMP(statement) \
-  if (p.debug != nullptr && blockIdx.x == 0 && blockIdx.y == 0 && turn == 0) { statement; }
+  if (p.debug != nullptr && blockIdx.x == 0 && turn == 0) { statement; }
 #else
 #define NUMINOUS_DUMP(statement)
 #endif
@@ -318,14 +318,9 @@ __device__ __forceinline__ void attend(const Params& p) {
   const uint32_t base = shared_address(shared);
   const Barriers barriers(base + S::kBarriers);
   const Work w = work_of(p, kHeads);
-  if (p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (w.begin == w.end && p.splits > 1) {  // nothing to do, and the others do not have to know more
-    const int head = w.head + threadIdx.x;
-    if (threadIdx.x < kHeads && head < p.heads)
-      p.part_lse[(int64_t(w.token) * p.splits + w.split) * p.heads + head] = -kInf;
-    return;
-  }
+  if (no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       barrier_init(barriers.full + 8 * buffer, 128 * kProducerGroups);

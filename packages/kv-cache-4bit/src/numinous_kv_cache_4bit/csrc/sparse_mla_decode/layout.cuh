@@ -27,6 +27,7 @@ constexpr int kTilePanelBytes = kTile * 2 * kPanelDims;     // 8192
 template <int kWidth>
 struct Row {
   static_assert(kWidth == 352 || kWidth == 288 || kWidth == 656 || kWidth == 528, "no such row");
+  static constexpr int kBytes = kWidth;
   static constexpr bool kFourBit = kWidth == 352 || kWidth == 288;
   static constexpr bool kRope = kWidth == 352 || kWidth == 656;
   static constexpr int kScaleAt = kFourBit ? 256 : 512;
@@ -86,8 +87,8 @@ struct Plan {
   static constexpr int kPBytes = kHeads * 128;
   static constexpr int kBias = kP + (kWide ? 1 : 2) * kPBytes;  // [2][64]: 0, or -inf for a row that is none
   static constexpr int kStat = kBias + 2 * kTile * 4;           // [256]: maxima and sums under exchange
-  static constexpr int kBarriers = kStat + 256 * 4;             // full[2], empty[2]
-  static constexpr int kBytes = kBarriers + 4 * 8 + 1024;       // the last for the start
+  static constexpr int kBarriers = kStat + 256 * 4;             // full[2], empty[2], wide: weighed
+  static constexpr int kBytes = kBarriers + 5 * 8 + 1024;       // the last for the start
   static constexpr int kStage = kTiles;                         // output, fp32 [heads][kStageStride], when all tiles are read
   static_assert(kTiles % 1024 == 0 && R::kTileBytes % 1024 == 0 && kPBytes % 1024 == 0, "panels begin at multiples of 1024");
   static_assert(kHeads * kStageStride * 4 <= kBias - kStage, "the output's stage does not fit");
@@ -121,6 +122,10 @@ NUMINOUS_HD int tiles_of(int length) { return length / kTile + (length % kTile !
 
 // First tile of a split; that of split `splits` is the end.
 NUMINOUS_HD int first_tile(int tiles, int splits, int split) { return int(int64_t(tiles) * split / splits); }
+
+// Groups of 64 threads that join a head's splits.
+constexpr int kJoinGroups = 4;
+NUMINOUS_HD int groups_of_join(int splits) { return splits <= 4 ? 1 : kJoinGroups; }
 
 // Entries of its list that query `query` of `queries` of a request sees in dense addressing: causal, the last one sees all.
 NUMINOUS_HD int visible(int length, int queries, int query, int width) {
