@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attention.gqa_extend` without a served engine: what the dispatcher takes and how, what it leaves to stock, what ends at boot.
+"""`attention.gqa_extend` and `attention.split_verify` without a served engine: what the dispatcher takes and how, what it leaves to stock, what ends at boot.
 
 Calls are in the engine's terms. What comes out is compared with the kernel's specification, with the engine's own kernel in the interpreter
 (`--full`), and on a GPU with both.
@@ -20,14 +20,16 @@ import pytest
 import torch
 
 from numinous_attention.engine import gqa_extend as ours
+from numinous_attention.engine import split_verify as split
 from numinous_attention.engine.gqa_extend import GqaExtend
+from numinous_attention.hooks import split_verify as split_hook
 from numinous_attention.hooks.gqa_extend import (
     FEATURE,
     TRITON_BY_DEFAULT,
     UNCOVERED,
     judge,
 )
-from numinous_attention.options import LAYERS, MIN_CHUNK
+from numinous_attention.options import LAYERS, MAX_DRAFTS, MIN_CHUNK, SPLIT_VERIFY
 from numinous_attention.workbench import extend_attention as bench
 from numinous_attention.workbench.extend_attention import OP, Case
 from numinous_tooling.patching.boot import fits
@@ -490,6 +492,93 @@ def test_judge_reads_the_model() -> None:
     assert "has MLA" in line
 
 
+# --- attention.split_verify: the same dispatcher, another kernel and another choice ---------------------------------
+
+
+@pytest.fixture
+def split_counted(monkeypatch: pytest.MonkeyPatch) -> Count:
+    count = Count()
+    monkeypatch.setattr(split, "count", count)
+    return count
+
+
+VERIFIED = (
+    Case("4_4_4", "0_5_70", heads=8, kv_heads=2, dim=32, kind="float32"),
+    Case("7_4", "39_0", mask="tree", causal=False, dim=32, kind="float32"),
+    Case("5_5", "60_9", mask="tree", causal=False, dim=16, lost=3, window=20, kind="float32"),
+    Case("1_16", "40_33", heads=4, dim=16, window=17, cap=3.0, sink=True, kind="float32"),
+    Case("3", "50", heads=3, dim=32, dim_v=16, pool="fp8", layout="padded"),
+)
+
+
+@pytest.mark.tier("interpret")
+@pytest.mark.parametrize("case", VERIFIED, ids=case_id)
+def test_what_is_split(
+    case: Case, counted: Count, split_counted: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The specification's answers by `verify_attention`, in more than one split; only that feature counts."""
+    monkeypatch.setattr(ours, "extend_attention", never)
+    inputs = OP.make_inputs(case, 0, CPU)
+    given, named = engine_call(case, inputs)
+    split.SplitVerify(never)(*given, **named)
+    assert (split_counted.seen, counted.seen) == (["engaged"], [])
+    judged(case, inputs, given[3])
+
+
+@pytest.mark.parametrize(
+    ("longest", "takes"), [(1, "split"), (MAX_DRAFTS, "split"), (MAX_DRAFTS + 1, "gqa")]
+)
+def test_both_features(
+    longest: int, takes: str, counted: Count, split_counted: Count, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short chunks are split_verify's, whatever gqa_extend's options; the rest is gqa_extend's, and stock's what neither covers."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.compiler, "disable", lambda call: call)
+    monkeypatch.setattr(ours, "extend_attention", lambda *of, **by: calls.append("gqa"))
+    monkeypatch.setattr(split, "verify_attention", lambda *of, **by: calls.append("split"))
+    backend, runner = backend_of()
+    backend.extend_attention_fwd = lambda *of, **by: calls.append("stock")
+    for after in (ours.after_backend, split.after_backend):  # features run in this order
+        after(None, backend, runner)
+    given, named = small_call(max_len_extend=longest)
+    backend.extend_attention_fwd(*given, **named)
+    backend.extend_attention_fwd(*given, **{**named, "score_mod": object()})
+    assert calls == [takes, "stock"]
+    if takes == "split":
+        assert split_counted.seen == ["engaged", "score_mod"]
+        assert counted.seen == ["score_mod"]
+    else:
+        assert split_counted.seen == ["long_chunk"] * 2
+        assert counted.seen == ["engaged", "score_mod"]
+    assert split_hook.FEATURE.order > FEATURE.order
+
+
+def test_split_verify_at_boot() -> None:
+    """One line in its own name."""
+    with pytest.raises(SystemExit, match=rf"^{SPLIT_VERIFY}: .* has MLA; unset NUMINOUS_ATTENTION_SPLIT_VERIFY$"):  # fmt: skip
+        split.after_backend(None, *backend_of(use_mla=True))
+    with pytest.raises(SystemExit, match=rf"^{SPLIT_VERIFY}: there is no kernel for .* xpu"):
+        split.after_backend(None, *backend_of(device="xpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, None),
+        ({"speculative_attention_mode": "decode"}, None),
+        ({"decode_attention_backend": "fa3"}, None),
+        ({"speculative_attention_mode": "decode", "decode_attention_backend": "fa3"}, "verified by attention backend fa3"),
+        ({"attention_backend": "fa3"}, "backend fa3 of prefill"),
+        ({"dcp_size": 2}, "--dcp-size > 1"),
+    ],
+)  # fmt: skip
+def test_judge_of_split_verify(given: dict[str, Any], said: str | None) -> None:
+    defaults = DEFAULTS | {"speculative_attention_mode": "prefill", "decode_attention_backend": None}  # fmt: skip
+    lines = list(split_hook.judge(ServeCommand({"attention_backend": "triton", **given}, defaults)))
+    assert len(lines) == (said is not None), lines
+    assert said is None or said in lines[0]
+
+
 # --- The engine that is installed -----------------------------------------------------------------------------------
 
 
@@ -502,9 +591,11 @@ def tree() -> Any:
 
 def test_engine_that_is_installed(tree: Any) -> None:
     """Every pin fits, and the engine has the arguments that the judge reads."""
-    assert fits(FEATURE, tree) == []
+    for feature in (FEATURE, split_hook.FEATURE):
+        assert fits(feature, tree) == []
     fields = b"".join(tree.read(path) for path in tree.files(FIELDS) if path.endswith(".py"))
-    assert [name for name in DEFAULTS if f"    {name}: A[".encode() not in fields] == []
+    read = [*DEFAULTS, "speculative_attention_mode", "decode_attention_backend"]
+    assert [name for name in read if f"    {name}: A[".encode() not in fields] == []
 
 
 def test_signature_is_stocks(tree: Any) -> None:

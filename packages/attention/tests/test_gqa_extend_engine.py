@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`attention.gqa_extend` in the real engine on the CPU: its Triton backend in the interpreter, log-probabilities against transformers.
+"""`attention.gqa_extend`, and `attention.split_verify` beside it, in the real engine on the CPU: its Triton backend in the interpreter, log-probabilities against transformers.
 
 The model is a Gemma 3, of which every second layer has a window of 16 tokens. Only prefill is looked at, which is what the feature changes.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from attention_serving import save_gemma
 
-from numinous_attention.options import GQA_EXTEND
+from numinous_attention.options import GQA_EXTEND, SPLIT_VERIFY
 
 pytestmark = pytest.mark.engine
 
@@ -59,3 +59,31 @@ def test_prefill_in_the_engine(serve: Any, tiny_gemma: Path) -> None:
         prefills = running.batches().count("P")
         assert prefills >= 2, "two chunks"
         assert running.totals(GQA_EXTEND) == {"engaged": LAYERS * prefills}
+
+
+def test_short_chunks_in_the_engine(serve: Any, tiny_gemma: Path) -> None:
+    """Chunks of 24 and 16 tokens: the long one is gqa_extend's, the short one, over a prefix, split_verify's; no call is stock's."""
+    want = expected(tiny_gemma)
+    flags = ("--attention-backend", "triton", "--chunked-prefill-size", "24", "--model-path", str(tiny_gemma))  # fmt: skip
+    switches = dict.fromkeys(("NUMINOUS_ATTENTION_SPLIT_VERIFY", "NUMINOUS_ATTENTION_GQA_EXTEND", "TRITON_INTERPRET"), "1")  # fmt: skip
+    with serve(*flags, **switches) as running:
+        answer = running.post(
+            "/generate",
+            input_ids=PROMPT,
+            sampling_params={"max_new_tokens": 1, "temperature": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        assert answer.status_code == 200, answer.text
+        found = [entry[0] for entry in answer.json()["meta_info"]["input_token_logprobs"][1:]]
+        assert found == pytest.approx(want, abs=CLOSE)
+        running.settle()
+        short = (
+            running.batches().count("P") - 1
+        )  # the prompt's second chunk, and what the engine warms up with
+        assert short >= 1
+        assert running.totals(SPLIT_VERIFY) == {
+            "engaged": LAYERS * short,
+            "refused:long_chunk": LAYERS,
+        }
+        assert running.totals(GQA_EXTEND) == {"engaged": LAYERS}

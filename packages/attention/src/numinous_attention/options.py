@@ -23,6 +23,11 @@ MIN_CHUNK = Option(
     minimum=1,
 )
 
+SPLIT_VERIFY = "attention.split_verify"
+
+MAX_DRAFTS = 16
+"""Tokens of the longest chunk that is split over its prefix."""
+
 PER_LAYER_BACKEND = "attention.per_layer_backend"
 
 FLASH_DIM = 256

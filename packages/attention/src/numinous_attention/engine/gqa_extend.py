@@ -33,9 +33,9 @@ FP8 = torch.float8_e4m3fn
 count = counters(GQA_EXTEND)
 
 
-def refuse(reason: str) -> None:
+def _refuse(reason: str, feature: str) -> None:
     """End the process with one line."""
-    raise SystemExit(f"{GQA_EXTEND}: {reason}; unset {flag_of(GQA_EXTEND)}")
+    raise SystemExit(f"{feature}: {reason}; unset {flag_of(feature)}")
 
 
 def after_backend(result: None, backend: Any, model_runner: Any, *args: Any, **named: Any) -> None:
@@ -50,9 +50,10 @@ def after_backend(result: None, backend: Any, model_runner: Any, *args: Any, **n
     )
 
 
-def judge_backend(backend: Any, model_runner: Any) -> None:
+def judge_backend(backend: Any, model_runner: Any, feature: str = GQA_EXTEND) -> None:
     """End the process where the backend would never reach the kernel, or the GPU has none."""
-    _judge_device(torch.device(backend.device))
+    refuse = functools.partial(_refuse, feature=feature)
+    _judge_device(torch.device(backend.device), refuse)
     if backend.enable_deterministic:
         refuse("deterministic inference runs another kernel of stock")
     if backend.dcp_size > 1:
@@ -78,7 +79,7 @@ def judge_backend(backend: Any, model_runner: Any) -> None:
             )
 
 
-def _judge_device(device: torch.device) -> None:
+def _judge_device(device: torch.device, refuse: Callable[[str], None]) -> None:
     if device.type == "cpu":
         return  # the CPU platform, Triton in the interpreter
     if device.type != "cuda":
@@ -107,7 +108,7 @@ class GqaExtend:
     """In place of `extend_attention_fwd`: the same arguments, ours where it covers them, else stock's.
 
     Args:
-        stock: the engine's function.
+        stock: the engine's function, or what stands in its place.
         layers: "all", "windowed" or "full", see `LAYERS`.
         min_chunk: see `MIN_CHUNK`.
     """
@@ -119,10 +120,24 @@ class GqaExtend:
         """Arguments as the backend gives them; the result is in `o_extend`."""
         reason = self.attend(*given, **named)
         if reason is None:
-            count.engaged()
+            self.count().engaged()
         else:
-            count.refused(reason)
+            self.count().refused(reason)
             self.stock(*given, **named)
+
+    def count(self) -> Any:
+        """Counters of the feature."""
+        return count
+
+    def kernel(self, *given: Any, **named: Any) -> None:
+        """What attends."""
+        extend_attention(*given, **named)
+
+    def choice(self, window: int | None, longest: int) -> str | None:
+        """Why a call of a layer, whose longest chunk has so many tokens, is left to stock by choice; None if it is not."""
+        if self.layers != "all" and (window is not None) != (self.layers == "windowed"):
+            return "layer_choice"
+        return "short_chunk" if longest < self.min_chunk else None
 
     def attend(
         self,
@@ -159,10 +174,8 @@ class GqaExtend:
     ) -> str | None:
         """Attend and return None; or do nothing and return why the call is stock's, as a counter's reason."""
         window = sliding_window_size if sliding_window_size > 0 else None
-        if self.layers != "all" and (window is not None) != (self.layers == "windowed"):
-            return "layer_choice"
-        if max_len_extend < self.min_chunk:
-            return "short_chunk"
+        if reason := self.choice(window, max_len_extend):
+            return reason
         if score_mod is not None or aux_tensors is not None:
             return "score_mod"
         if xai_temperature_len > 0:
@@ -183,7 +196,7 @@ class GqaExtend:
                 offsets = window_kv_offsets
                 if offsets is None:
                     return "no_mask_offsets"
-        extend_attention(
+        self.kernel(
             q_extend,
             k_extend,
             v_extend,

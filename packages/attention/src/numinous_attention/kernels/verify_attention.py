@@ -11,7 +11,7 @@
             bits every time for the same number of splits. That number depends on the batch, so a sequence's bits do, too.
 *Splits*    `choose_splits`: of shapes alone, nothing on the GPU is looked at. In a captured graph ids have room for the longest context; prefixes that turn out short leave splits empty.
 *Bytes*     Every key once, 2 · (D + D_v) bytes of a KV head in bf16, and 8 · splits · heads · D_v bytes a token for parts. 32 requests × 4 drafts on 16,384 keys, 32 / 4 heads, D 512:
-            4.30 GB, 1.01 ms at 4.25 TB/s; 4 splits: 67 MB, 0.02 ms. FLOPs of 32 rows: 0.27 T, 0.35 ms at 790 TFLOP/s.
+            4.31 GB, 1.01 ms at 4.25 TB/s; 6 splits: 101 MB, 0.02 ms. FLOPs: 0.14 T, 0.17 ms at 790 TFLOP/s.
 
 D = D_v = 512, sm90, 32 rows × 32 keys, 4 warps: Q 32 KB, K and V 32 KB each, output 128 registers a thread, 255 in all: two programs a multiprocessor (200 of 227 KB, 65,280 of 65,536
 registers), of which one computes while the other waits for memory. 64 rows would leave room for one program; they are two tiles, which read K and V from L2 together.
