@@ -104,8 +104,8 @@ def encode_e4m3fn(x, NATIVE: tl.constexpr = False):
 def encode_e4m3fn_pairs(low, high, NATIVE: tl.constexpr = False):
     """uint16 of two E4M3FN codes side by side, that of fp32 `low` in the low byte; values as `encode_e4m3fn`.
 
-    NATIVE is one instruction a pair, and not two conversions joined by a shift: of these ptxas 12.8 (in Triton 3.6) makes one with a
-    merged operand, for sm_90a, that drops the low byte of every second pair (zero on an H200; the PTX is right).
+    NATIVE is one instruction a pair. Two conversions joined by a shift are not only slower: for sm_90a the ptxas in Triton 3.6 makes
+    of `{x, x >> 8}` one conversion that merges itself with a register which does not hold x, and bytes are lost (seen on an H200; the PTX is right).
     """
     if NATIVE:
         return tl.inline_asm_elementwise(
