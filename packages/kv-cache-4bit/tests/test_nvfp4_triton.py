@@ -212,6 +212,25 @@ def test_copies_carry_scales(engine: Any, installed: Any, formats: Any) -> None:
             assert torch.equal(found[1], stands_for(v, formats[1]))
 
 
+@pytest.mark.parametrize("keys", ["nvfp4", "fp8"])
+def test_a_write_that_loses_bytes_ends_the_boot(keys: str, engine: Any, monkeypatch: Any) -> None:
+    """As FP8 keys were on sm90: every second pair's low byte."""
+    from numinous_kv_cache_4bit.engine import nvfp4_pool
+
+    monkeypatch.setattr(nvfp4_pool, "_proven", set())
+    write = nvfp4_pool.write
+    nvfp4_pool.prove_write(2, 64, keys == "fp8", "amax", "cpu")
+
+    def lossy(buffers: Any, *of: Any) -> None:
+        write(buffers, *of)
+        buffers[0][..., 2::4] = 0
+
+    monkeypatch.setattr(nvfp4_pool, "write", lossy)
+    nvfp4_pool.prove_write(2, 64, keys == "fp8", "amax", "cpu")  # proven before: not asked again
+    with pytest.raises(SystemExit, match="the write kernel gives .* wrong bytes"):
+        nvfp4_pool.prove_write(2, 64, keys == "fp8", "mse", "cpu")
+
+
 def test_what_is_written(engine: Any, installed: Any) -> None:
     """No value of the caller changes (U18); a NaN stays in its block and an inf saturates (U16); slot 0 and strange ids are skipped."""
     pool = build(engine)

@@ -28,8 +28,7 @@ TRITON = f"{BACKEND}:TritonAttnBackend"
 FEATURE = Feature(
     id=GQA_EXTEND,
     sentence="Prefill and verification of the Triton backend: a KV tile is read once for all query heads of its group, windows are skipped.",
-    # On sm90 the kernel ran, the served engine has not been compared yet.
-    arch={"cpu": "emulated", "sm90": "emulated"}
+    arch={"cpu": "emulated", "sm90": "run"}
     | dict.fromkeys(("sm100", "sm103", "sm120", "gfx950"), "compiled"),
     patches=(
         Hook(

@@ -31,7 +31,7 @@ POOL = f"{ENGINE}.mem_cache.swa_memory_pool:SWAKVPool"
 FEATURE = Feature(
     id=PER_LAYER_BACKEND,
     sentence="FlashAttention-3 serves the layers that it takes (Gemma 4: windows, heads of 256), Triton the others (heads of 512).",
-    arch={"sm90": "emulated"},
+    arch={"sm90": "run"},
     patches=(
         Hook(
             id="attention.per_layer_backend.01",

@@ -65,6 +65,7 @@ class Nvfp4Pool(MHATokenToKVPool):
             ]
             for width in widths
         )
+        prove_write(self.head_num, self.head_dim, self.fp8_keys, self.scale_choice, self.device)
         self.dq_k_buffer = self.dq_v_buffer = None
         self.store_dtype = torch.uint8
         self.shadow: list[torch.Tensor] = []
@@ -300,6 +301,40 @@ def write(
         nvfp4_write.nvfp4_write(new_k, new_v, loc, *buffers, scale_choice=choice)
     else:
         nvfp4_write.reference(new_k, new_v, loc, *buffers, scale_choice=choice)
+
+
+_proven: set[tuple[Any, ...]] = set()
+
+
+def prove_write(
+    heads: int, dim: int, fp8_keys: bool, choice: ScaleChoice, device: str | torch.device
+) -> None:
+    """Run the write once on this device and refuse to serve if a byte is not the specification's.
+
+    A compiler has broken this kernel before (FP8 keys on sm90), and no engine would notice a cache that is wrong.
+    """
+    key = (heads, dim, fp8_keys, choice, torch.device(device).type)
+    if key in _proven:
+        return
+    generator = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(33, heads, dim, generator=generator).bfloat16() for _ in range(2))
+    loc = torch.arange(1, 34)
+    widths = (dim if fp8_keys else dim // 2, dim // 2, dim // NVFP4_BLOCK, dim // NVFP4_BLOCK)
+    want, got = (
+        [torch.zeros(34, heads, width, dtype=torch.uint8, device=at) for width in widths]
+        for at in ("cpu", device)
+    )
+    named = [want, got]
+    if fp8_keys:
+        named = [[*buffers[:2], None, buffers[3]] for buffers in named]
+    nvfp4_write.reference(k, v, loc, *named[0], scale_choice=choice)
+    write(tuple(named[1]), loc.to(device), k.to(device), v.to(device), choice)
+    wrong = sum(int((a != b.cpu()).sum()) for a, b in zip(want, got, strict=True))
+    if wrong:
+        feature.refuse(
+            f"the write kernel gives {wrong} wrong bytes on this GPU with this Triton (a test at boot)"
+        )
+    _proven.add(key)
 
 
 def read(
