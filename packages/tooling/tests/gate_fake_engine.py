@@ -2,7 +2,7 @@
 """A stand-in for the engine's HTTP server with a language model of 128 tokens, run by the accuracy tests in a thread or as an arm's command.
 
 Its next-token distribution is a function of the last two tokens; `--shift` disturbs it as a wrong kernel would,
-`--jitter` adds what depends on the size of the batch, as stock kernels have it. Tokens are characters. It keeps a
+`--jitter` adds what depends on the size of the batch, as stock kernels have it, `--alone` what a request has that is alone. Tokens are characters. It keeps a
 prefix cache and misbehaves on request; `--when-cached` restricts the shift to requests that found a prefix, `--wobble-from` makes answers depend on the time.
 """
 
@@ -32,6 +32,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--chunked-prefill-size", type=int, default=-1)
     parser.add_argument("--shift", type=float, default=0.0)
+    parser.add_argument("--alone", type=float, default=0.0)
     parser.add_argument("--jitter", type=float, default=0.0)
     parser.add_argument("--when-cached", action="store_true")
     parser.add_argument("--no-cache", action="store_true")
@@ -76,6 +77,8 @@ class Model:
         logits = TABLE[ids[-1]] + 0.5 * TABLE[ids[-2] if len(ids) > 1 else 0]
         shift = self.options.shift if cached or not self.options.when_cached else 0.0
         logits = logits + shift * NOISE[ids[-1]] + self.options.jitter * batch * NOISE[ids[-1] - 1]
+        if batch == 1:
+            logits = logits + self.options.alone * NOISE[ids[-1]]
         wobble = self.options.wobble_from
         if wobble is not None and self.served >= wobble:
             logits = logits + 1e-6 * self.served * NOISE[ids[-1]]

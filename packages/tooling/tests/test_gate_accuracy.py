@@ -131,6 +131,25 @@ def test_stock_against_stock_passes_and_leaves_all_files(bench_with_page: Bench)
     assert not list(bench.out.glob("state-*"))
 
 
+def test_a_floor_that_no_batch_shook_is_of_single_sequences(bench: Bench, monkeypatch):
+    """Batches of 4 and 2 give the same bits; B differs by less than a request that is alone."""
+    assert bench.main(a="--alone 0.02", b="--shift 0.02 --alone 0.02") == 0
+    note = next(note for note in bench.document["notes"] if note.startswith("floor of"))
+    assert "cold prefill, prefix-cache hit" in note
+    assert bench.document["engaged"]["A again"].keys() >= {"cold", "hit", "decode"}
+    assert all(row["floor"] > 0 for row in bench.document["rows"] if row["row"] in ("cold", "hit"))
+    # Without that the same pair fails, and a fault beyond it fails with it.
+    monkeypatch.setattr(command, "unshaken", lambda base, again: [])
+    assert bench.main(a="--alone 0.02", b="--shift 0.02 --alone 0.02") == 1
+    monkeypatch.undo()
+    assert bench.main(a="--alone 0.02", b="--shift 0.5 --alone 0.02") == 1
+
+
+def test_a_floor_that_moved_is_not_measured_again(bench: Bench):
+    assert bench.main(a="--jitter 0.001", b="--jitter 0.001") == 0
+    assert not any(note.startswith("floor of") for note in bench.document["notes"])
+
+
 def test_a_shifted_distribution_fails_every_row(bench: Bench):
     assert bench.main("--gsm8k", bench.problems(6), b="--shift 0.5") == 1
     words = bench.words()

@@ -28,6 +28,8 @@ from numinous_tooling.gate.accuracy.measure import (
     Size,
     make_plan,
     measure,
+    protocol_of,
+    unshaken,
     vocabulary_of,
 )
 from numinous_tooling.gate.accuracy.records import FILES, write_records
@@ -352,6 +354,11 @@ class _ArmFacts:
     ready_s: float | None = None
 
 
+def size_of_floor(concurrency: int) -> int:
+    """Sequences in a request where the floor is measured."""
+    return concurrency // 2 if concurrency > 1 else 2
+
+
 class _Run:
     """The state of one run."""
 
@@ -365,6 +372,7 @@ class _Run:
         self.facts: dict[str, _ArmFacts] = {}
         self.vocabulary: int | None = None
         self.plan: Plan | None = None
+        self.alone: list[str] = []
 
     def execute(self) -> AccuracyResult:
         """Measure and judge."""
@@ -381,6 +389,8 @@ class _Run:
             base = self._measure("A", session, plan, again=False)
             if self.options.yardstick is None:
                 again = self._measure("A again", session, plan, again=True)
+                if not self.options.rule.bit_exact:
+                    self._shake(session, plan, base, again)
         if self.options.yardstick is not None:
             with self._session("C") as session:
                 again = self._measure(YARDSTICK, session, plan, again=False)
@@ -412,7 +422,7 @@ class _Run:
         concurrency = self.options.size.concurrency
         bit_exact = self.options.rule.bit_exact
         if again and not bit_exact:
-            concurrency = concurrency // 2 if concurrency > 1 else 2
+            concurrency = size_of_floor(concurrency)
         return measure(
             session.client,
             plan,
@@ -422,6 +432,27 @@ class _Run:
             counters=session.counters,
             on_phase=lambda text: _say(name, text),
         )
+
+    def _shake(self, session: _Session, plan: Plan, base: Measurement, again: Measurement) -> None:
+        """Measure those rows of `again` one sequence at a time that other batches did not change by a bit."""
+        still = unshaken(base, again)
+        concurrency = self.options.size.concurrency
+        if not still or 1 in (concurrency, size_of_floor(concurrency)):
+            return
+        alone = measure(
+            session.client,
+            plan,
+            concurrency=1,
+            reverse=True,
+            counters=session.counters,
+            on_phase=lambda text: _say("A again, alone", text),
+            only=still,
+        )
+        again.rows.update(alone.rows)
+        again.engaged.update(alone.engaged)
+        if "cold" in alone.rows and "protocol" in again.rows:
+            again.rows["protocol"] = protocol_of(plan, again)
+        self.alone = still
 
     @contextlib.contextmanager
     def _session(self, letter: str) -> Iterator[_Session]:
@@ -534,6 +565,11 @@ class _Run:
         document["rows"] = [asdict(row) for row in verdict.rows]
         document["not_measured"] = {ROWS[row]: reason for row, reason in plan.missing.items()}
         document["notes"] = list(plan.notes)
+        if self.alone:
+            rows = ", ".join(ROWS[row] for row in self.alone)
+            document["notes"].append(
+                f"floor of {rows}: of single sequences, since other batches did not change a bit there"
+            )
         document["engaged"] = {
             "A": base.engaged,
             "A again" if self.options.yardstick is None else YARDSTICK: again.engaged,

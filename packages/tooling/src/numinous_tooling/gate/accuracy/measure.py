@@ -12,7 +12,8 @@
 - **gold**: the printed GSM8K solutions, scored on top of a cached few-shot prompt.
 
 The same plan is measured again on the stock server with the sequences in reverse order and another number of them at
-a time: the distance between the two is the floor, row by row.
+a time: the distance between the two is the floor, row by row. A row in which that changed not one bit was not shaken
+(the engine took the same kernels), so it is measured once more, one sequence at a time (`unshaken`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ CHUNKS_PER_SEQUENCE = 1.5
 DECODE_BATCHES = 4
 # Of English and of code, with the tokenisers of today's models.
 USUAL_CHARACTERS_PER_TOKEN = 4
+# Rows that are asked for as they are; the others are taken from these, or cost too much to be repeated.
+REPEATED = ("cold", "hit", "chunked", "decode")
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,7 @@ def measure(
     reverse: bool,
     counters: Callable[[], Counters],
     on_phase: Callable[[str], None],
+    only: Sequence[str] | None = None,
 ) -> Measurement:
     """Ask one server for all rows of a plan.
 
@@ -214,6 +218,7 @@ def measure(
         reverse: whether they go in reverse order.
         counters: reads the feature counters of the server.
         on_phase: is told what comes next.
+        only: of `REPEATED`; None: all rows of the plan.
     """
     result = Measurement()
     half = [len(sequence) // 2 for sequence in plan.sequences]
@@ -239,29 +244,26 @@ def measure(
         client.warm([ids[i][: half[i]] for i in batch])
         return client.score([ids[i] for i in batch], [half[i] for i in batch])
 
-    result.rows["cold"] = row(
-        "cold", len(ids), lambda batch: client.score([ids[i] for i in batch], [0] * len(batch))
-    )
-    result.rows["hit"] = row("hit", len(ids), hit)
-    if plan.long_sequences:
-        long = [sequence.ids for sequence in plan.long_sequences]
-        result.rows["chunked"] = row(
-            "chunked",
-            len(long),
-            lambda batch: client.score([long[i] for i in batch], [0] * len(batch)),
-        )
-    result.rows["decode"] = row(
-        "decode",
-        len(ids),
-        lambda batch: client.generate([ids[i][: half[i]] for i in batch], plan.size.decode_tokens),
-        at_a_time=concurrency if concurrency == 1 else concurrency * DECODE_BATCHES,
-    )
+    long = [sequence.ids for sequence in plan.long_sequences]
+
+    def cold(batch: list[int]) -> list[Scores]:
+        return client.score([ids[i] for i in batch], [0] * len(batch))
+
+    def chunked(batch: list[int]) -> list[Scores]:
+        return client.score([long[i] for i in batch], [0] * len(batch))
+
+    def decode(batch: list[int]) -> list[Scores]:
+        return client.generate([ids[i][: half[i]] for i in batch], plan.size.decode_tokens)
+
+    for name, ask in {"cold": cold, "hit": hit, "chunked": chunked, "decode": decode}.items():
+        if (only is not None and name not in only) or (name == "chunked" and not long):
+            continue
+        many = concurrency * DECODE_BATCHES if name == "decode" and concurrency > 1 else concurrency
+        result.rows[name] = row(name, len(long if name == "chunked" else ids), ask, many)
+    if only is not None:
+        return result
     if "protocol" not in plan.missing:
-        result.rows["protocol"] = [
-            # The first token of a sequence is not scored.
-            scores.where(np.asarray(sequence.protocol[1:], np.bool_))
-            for scores, sequence in zip(result.rows["cold"], plan.sequences, strict=True)
-        ]
+        result.rows["protocol"] = protocol_of(plan, result)
     if plan.problems:
         prompts = [plan.prefix + problem for problem in plan.problems]
         result.rows["gold"] = row(
@@ -284,6 +286,29 @@ def measure(
             for text, answer in zip(result.texts, plan.answers, strict=True)
         ]
     return result
+
+
+def protocol_of(plan: Plan, result: Measurement) -> list[Scores]:
+    """Tool-call and JSON tokens of *cold*; the first token of a sequence is not scored."""
+    return [
+        scores.where(np.asarray(sequence.protocol[1:], np.bool_))
+        for scores, sequence in zip(result.rows["cold"], plan.sequences, strict=True)
+    ]
+
+
+def unshaken(base: Measurement, again: Measurement) -> list[str]:
+    """Rows of `REPEATED` that came out bit for bit the same both times."""
+    return [
+        name
+        for name in REPEATED
+        if base.rows.get(name)
+        and all(
+            np.array_equal(one.logprobs, other.logprobs)
+            and np.array_equal(one.top_logprobs, other.top_logprobs)
+            and np.array_equal(one.top_ids, other.top_ids)
+            for one, other in zip(base.rows[name], again.rows[name], strict=True)
+        )
+    ]
 
 
 def _engaged(before: Counters, after: Counters) -> dict[str, int]:
