@@ -338,6 +338,28 @@ def test_lag_counts_only_where_it_could_make_the_word(
     )
 
 
+@pytest.mark.parametrize(
+    ("rate", "least", "most", "doubtful"),
+    [
+        (50.0, LIMIT, 90.0, False),
+        (50.0, LIMIT - 1e-9, 90.0, True),
+        (15.0, 10.0, LIMIT, True),
+        (15.0, 10.0, LIMIT - 1e-9, False),
+        # The other end says nothing.
+        (50.0, 30.0, 1e9, False),
+        (15.0, 1e-9, 19.0, False),
+        # A record that does not say is no proof.
+        (50.0, None, None, True),
+        (15.0, None, None, True),
+    ],
+)
+def test_the_limit_itself_holds_with_lag_too(
+    rate: float, least: float | None, most: float | None, doubtful: bool
+) -> None:
+    probe = probe_of(1000, 8, rate, lag=LAGGED, rate_p10_least=least, rate_p10_most=most)
+    assert probe.in_doubt(LIMIT) == doubtful
+
+
 def test_lag_is_per_answer_and_user() -> None:
     """Four answers have four times the stamps of one; and nine of ten users decide, not the slowest."""
     one = outcome([50.0] * 10, lag_p99_s=0.02, lag_max_s=0.09)
