@@ -57,6 +57,18 @@ def test_options_reach_their_arm() -> None:
     assert "C" not in build_arms(OPTIONS)
 
 
+def test_a_third_arm_overrides_the_flags_of_all() -> None:
+    """A yardstick names another backend than `--flags-all` does; the engine takes the last."""
+    chosen = replace(
+        OPTIONS, flags_all=("--attention-backend", "triton"), flags_c=("--attention-backend", "fa3")
+    )
+    backends = {
+        letter: flag_value(arm.flags, "--attention-backend")
+        for letter, arm in build_arms(chosen).items()
+    }
+    assert backends == {"A": "triton", "B": "triton", "C": "fa3"}
+
+
 def test_caller_settings_do_not_leak() -> None:
     caller = {"PATH": "/bin", "NUMINOUS_KV4_X": "1", "SGLANG_PLUGINS": "other", "SGLANG_USE_X": "1"}
     arms = build_arms(OPTIONS)

@@ -21,8 +21,8 @@ pytest.importorskip("matplotlib")
 from numinous_tooling.gate import cliff, cliff_report
 from numinous_tooling.gate.__main__ import main
 from numinous_tooling.gate.arms import Arm
-from numinous_tooling.gate.client import RequestRecord
-from numinous_tooling.gate.cliff import Search, frontier, judge, pool_tokens, search_contexts
+from numinous_tooling.gate.client import LAG_TICK_S, RequestRecord
+from numinous_tooling.gate.cliff import Search, frontier, pool_tokens, search_contexts
 from numinous_tooling.gate.cliff_probe import (
     NEW_TOKENS,
     USER_TOKENS,
@@ -40,6 +40,7 @@ FAKE = Path(__file__).with_name("gate_fake_server.py")
 FEATURE = "scheduler.decode_burst"
 LIMIT = 20.0
 CONTEXTS = (1000, 2000, 8000)
+LAGGED = "p99 20.0 ms over 10.0 ms"
 
 
 def probe_of(context: int, concurrency: int, rate: float | None, **changes: Any) -> Probe:
@@ -75,6 +76,10 @@ class PooledServer:
     def cliff(self, context: int) -> int:
         by_speed = int((self.alone / LIMIT - 1) / self.crowd) + 1
         return min(by_speed, self.pool // context)
+
+
+def judge(searches: list[Search], features: tuple[str, ...], tolerance: float) -> Any:
+    return cliff.judge(searches, features, tolerance, LIMIT)
 
 
 def options(**changes: Any) -> Any:
@@ -183,8 +188,14 @@ def test_no_verdict_without_proof() -> None:
     ("probe", "reason"),
     [
         (
-            probe_of(1000, 8, 50.0, lag="p99 20.0 ms over 10.0 ms"),
-            "A1: the client lagged at 8 users",
+            probe_of(1000, 8, 50.0, lag=LAGGED, rate_p10_least=19.9),
+            "A1: the client lagged at 8 users of 1000 tokens, p99 20.0 ms over 10.0 ms; it holds, but lag can have "
+            "made 50 tok/s of 19.9, limit 20",
+        ),
+        (
+            probe_of(1000, 8, 19.0, lag=LAGGED, rate_p10_most=LIMIT),
+            "A1: the client lagged at 8 users of 1000 tokens, p99 20.0 ms over 10.0 ms; it fails, but lag can have "
+            "made 19 tok/s of 20, limit 20",
         ),
         (probe_of(1000, 1, None, error="HTTP 500", bad_answers=1), "a bad answer (HTTP 500)"),
     ],
@@ -249,8 +260,12 @@ def outcome(rates: list[float], **changes: Any) -> Outcome:
     return Outcome(**(fields | changes))
 
 
-def judged(measured: Outcome | None, filled: Outcome | None = None) -> Probe:
-    prober: Any = Prober(options(limit=LIMIT, max_lag_s=None), SimpleNamespace(name="A1"), None)
+def judged(
+    measured: Outcome | None, filled: Outcome | None = None, max_lag_s: float | None = None
+) -> Probe:
+    prober: Any = Prober(
+        options(limit=LIMIT, max_lag_s=max_lag_s), SimpleNamespace(name="A1"), None
+    )
     probe: Probe = prober._judge(1000, 10, filled or outcome([]), measured, 1.0, 9.0)
     return probe
 
@@ -281,6 +296,118 @@ def test_a_probe_says_how_far_its_client_lagged() -> None:
     # A token takes 33 ms; a quarter of that is below the floor of 10 ms.
     assert judged(outcome([30.0] * 10)).lag is None
     assert judged(outcome([30.0] * 10, lag_p99_s=0.02)).lag == "p99 20.0 ms over 10.0 ms"
+
+
+@pytest.mark.parametrize(
+    ("rate", "stamps_off_ms", "doubtful"),
+    [
+        # A user has one answer of 16 tokens, 320 ms at 50 tok/s and 800 ms at the limit.
+        # Two stamps and 480 ms of room: 240 ms each, less the tick that the meter can miss.
+        (50.0, 239.9, False),
+        (50.0, 240.1, True),
+        (300.0, 240.1, False),
+        (LIMIT, 10.0, True),
+        # 16 tok/s took 1000 ms: 200 ms less and it holds.
+        (16.0, 99.9, False),
+        (16.0, 100.1, True),
+        (1.0, 240.1, False),
+        (19.99, 10.0, True),
+        # Shorter than nothing: all of it may have been lag.
+        (16.0, 5000.0, True),
+    ],
+)
+def test_lag_counts_only_where_it_could_make_the_word(
+    rate: float, stamps_off_ms: float, doubtful: bool
+) -> None:
+    lag_max_s = stamps_off_ms / 1e3 - LAG_TICK_S
+    probe = judged(outcome([rate] * 10, lag_p99_s=0.02, lag_max_s=lag_max_s), max_lag_s=0.01)
+    assert probe.holds == (rate >= LIMIT)
+    assert probe.in_doubt(LIMIT) == doubtful
+    assert probe.lag_max_s == pytest.approx(lag_max_s)
+    # The word is unchanged, and so is every probe's whose client kept up: noise is not lag.
+    in_time = judged(outcome([rate] * 10, lag_p99_s=0.001, lag_max_s=lag_max_s), max_lag_s=0.01)
+    assert (in_time.holds, in_time.rate_p10) == (probe.holds, probe.rate_p10)
+    assert not in_time.in_doubt(LIMIT)
+    # And the search says what the probe says.
+    a, b = searched(PooledServer(100_000), "A1"), searched(PooledServer(100_000), "B1")
+    a.probes.append(probe)
+    word, reasons = judge([a, b], (), 0.1)
+    assert word == ("INCONCLUSIVE" if doubtful else "PASS")
+    assert reasons[-1].startswith(
+        "A1: the client lagged at 10" if doubtful else "the client lagged in probes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rate", "least", "most", "doubtful"),
+    [
+        (50.0, LIMIT, 90.0, False),
+        (50.0, LIMIT - 1e-9, 90.0, True),
+        (15.0, 10.0, LIMIT, True),
+        (15.0, 10.0, LIMIT - 1e-9, False),
+        # The other end says nothing.
+        (50.0, 30.0, 1e9, False),
+        (15.0, 1e-9, 19.0, False),
+        # A record that does not say is no proof.
+        (50.0, None, None, True),
+        (15.0, None, None, True),
+    ],
+)
+def test_the_limit_itself_holds_with_lag_too(
+    rate: float, least: float | None, most: float | None, doubtful: bool
+) -> None:
+    probe = probe_of(1000, 8, rate, lag=LAGGED, rate_p10_least=least, rate_p10_most=most)
+    assert probe.in_doubt(LIMIT) == doubtful
+
+
+def test_lag_is_per_answer_and_user() -> None:
+    """Four answers have four times the stamps of one; and nine of ten users decide, not the slowest."""
+    one = outcome([50.0] * 10, lag_p99_s=0.02, lag_max_s=0.09)
+    many = outcome([], lag_p99_s=0.02, lag_max_s=0.09)
+    many.records[:] = [
+        replace(record, turn=turn, got_tokens=4, expected_tokens=4, e2e_s=record.e2e_s / 4)
+        for record in one.records
+        for turn in range(4)
+    ]
+    assert judged(many).rate_p10 == judged(one).rate_p10
+    # 320 ms and 200 ms a stamped answer.
+    assert judged(one).rate_p10_least == pytest.approx(16 / 0.52)
+    assert judged(many).rate_p10_least == pytest.approx(16 / 1.12)
+    assert not judged(one).in_doubt(LIMIT)
+    assert judged(many).in_doubt(LIMIT)
+    one_slow = outcome([300.0] * 10 + [LIMIT], lag_p99_s=0.02, lag_max_s=0.02)
+    assert judged(one_slow).rate_p10 == pytest.approx(300.0)
+    assert not judged(one_slow).in_doubt(LIMIT)
+
+
+def test_lag_does_not_save_a_bad_answer() -> None:
+    """A probe that fails by an answer fails at any speed; one that was cut brought no lag back."""
+    bad = outcome([300.0] * 10, lag_p99_s=0.5, lag_max_s=5.0)
+    assert judged(bad).in_doubt(LIMIT)
+    bad.records[3] = replace(bad.records[3], error="HTTP 503")
+    probe = judged(bad)
+    assert not probe.holds
+    assert not probe.in_doubt(LIMIT)
+    assert not judged(None).in_doubt(LIMIT)
+    assert judged(None).lag_max_s is None
+
+
+def test_a_clear_cliff_between_lagging_probes_passes() -> None:
+    """As on an H200: the clients lag where many users are fast, and those probes are far above the limit."""
+    fast = outcome([234.0] * 12, lag_p99_s=0.0264, lag_max_s=0.15)
+    a, b = Search("A1", "A"), Search("B1", "B")
+    a.brackets[1000] = cliff.Bracket({8: [True], 11: [True, True], 12: [False, False]})
+    b.brackets[1000] = cliff.Bracket({14: [True], 15: [True, True], 16: [False, False]})
+    for found in (a, b):
+        found.probes.append(judged(fast))
+    word, reasons = judge([a, b], (), 0.1)
+    assert word == "PASS"
+    assert "the client lagged in probes whose word it cannot have made: 2" in reasons
+    b.probes.append(judged(replace(fast, lag_max_s=0.4)))
+    word, reasons = judge([a, b], (), 0.1)
+    assert word == "INCONCLUSIVE"
+    assert len(reasons) == 1
+    assert reasons[0].startswith("B1: the client lagged at 10 users of 1000 tokens")
 
 
 def llama(folder: Path) -> str:
@@ -379,6 +506,19 @@ def test_lower_cliff_of_the_fake_server_fails(
     assert "2 or more" in out
     assert "1 (fails at 2)" in out
     assert none_left(tmp_path)
+
+
+def test_lag_of_real_clients_far_above_the_limit_decides_nothing(
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["--features", "none", "--max-concurrency", "1", "--max-client-lag", "0"]
+    code = main([*arguments, *extra])
+    assert code == 0, capsys.readouterr().out
+    document = read(tmp_path)
+    assert "the client lagged in probes whose word it cannot have made: 4" in document["reasons"]
+    for probe in (probe for found in document["searches"] for probe in found["probes"]):
+        assert probe["lag_max_s"] > 0
+        assert LIMIT / 5 < probe["rate_p10_least"] < probe["rate_p10"] < probe["rate_p10_most"]
 
 
 def test_server_that_dies_leaves_a_reason(

@@ -23,8 +23,9 @@ runs all probes of that letter; the first probe warms it up and is made twice. T
 bracket: it holds at `holds`, and at `fails` it does not. Repeats of an arm (`--order ABBA`) widen its bracket to the
 least and greatest seen.
 
-**Verdict**, B against A, the first line that applies: FAIL if a feature was to run in B and did not (`engaged.proof_of`). INCONCLUSIVE if nobody knows, a
-client lagged or one of its answers differed from what was asked for at a single user. FAIL if B's cliff is lower at a
+**Verdict**, B against A, the first line that applies: FAIL if a feature was to run in B and did not (`engaged.proof_of`). INCONCLUSIVE if nobody knows, if
+a client lagged in a probe whose word that lag could have made (`cliff_probe`; at other probes lag is told, not judged), or
+if an answer differed from what was asked for at a single user. FAIL if B's cliff is lower at a
 context by more than the tolerance: `B.fails <= A.holds x (1 - tolerance)`. PASS if at every context B holds what A
 held, less the tolerance: `B.holds >= A.holds x (1 - tolerance)`; where A still held at `--max-concurrency`, that is all
 it says. INCONCLUSIVE otherwise.
@@ -155,9 +156,16 @@ def frontier(searches: Sequence[Search], arm: str) -> dict[int, Cliff]:
 
 
 def judge(
-    searches: Sequence[Search], features: Sequence[str], tolerance: float
+    searches: Sequence[Search], features: Sequence[str], tolerance: float, limit: float
 ) -> tuple[Word, tuple[str, ...]]:
-    """Return the verdict of B against A by the rule in the module docstring, and its reasons."""
+    """Return the verdict of B against A by the rule in the module docstring, and its reasons.
+
+    Args:
+        searches: all servers' searches.
+        features: what was to run in arm B.
+        tolerance: how much lower B's cliff may be, relative.
+        limit: tokens per second per user, by which the probes were judged.
+    """
     runs = [
         ArmRun(
             i,
@@ -178,10 +186,10 @@ def judge(
         return "FAIL", proof.failures
     doubtful = [*proof.doubts]
     doubtful += [
-        f"{found.name}: the client lagged at {p.concurrency} users of {p.context} tokens, {p.lag}"
+        f"{found.name}: the client lagged at {p.concurrency} users of {p.context} tokens, {p.lag}{_reach(p, limit)}"
         for found in searches
         for p in found.probes
-        if p.lag
+        if p.in_doubt(limit)
     ]
     doubtful += [
         f"{found.name}: a single user of {p.context} tokens got a bad answer ({p.error})"
@@ -216,11 +224,21 @@ def judge(
         return "INCONCLUSIVE", tuple(unclear)
     open_ended = [str(context) for context, stock in a.items() if stock.fails is None]
     notes = [f"no cliff of A was reached at context {', '.join(open_ended)}"] if open_ended else []
+    if lagged := sum(1 for found in searches for p in found.probes if p.lag):
+        notes.append(f"the client lagged in probes whose word it cannot have made: {lagged}")
     return "PASS", (
         "B holds at every context what A holds, less the tolerance",
         *notes,
         *proof.notes,
     )
+
+
+def _reach(probe: Probe, limit: float) -> str:
+    """Return what a doubtful probe's users would get without the lag, in words."""
+    rate = probe.rate_p10_least if probe.holds else probe.rate_p10_most
+    if rate is None:
+        return ""
+    return f"; it {'holds' if probe.holds else 'fails'}, but lag can have made {probe.rate_p10:.4g} tok/s of {rate:.4g}, limit {limit:g}"
 
 
 class CliffRun:
@@ -248,7 +266,9 @@ class CliffRun:
                     self._search(index, options.arms[letter], f"{letter}{seen[letter]}")
             finally:
                 self.progress.close()
-            return self._write(*judge(self.searches, options.arms["B"].features, options.tolerance))
+            return self._write(
+                *judge(self.searches, options.arms["B"].features, options.tolerance, options.limit)
+            )
 
     def _write_unfinished(self, reason: str, tail: str | None) -> None:
         self._write("INCONCLUSIVE", (reason,))
@@ -407,7 +427,7 @@ def add_parser(commands: Any) -> None:
         "--max-client-lag",
         type=shared.not_negative,
         metavar="MS",
-        help="limit of the client's p99 lag; left out: from TPOT",
+        help="p99 lag beyond which a client's clock is believed only so far; left out: from TPOT",
     )
 
 

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One probe of the cliff search: fill the contexts of so many users, then measure what each of them gets (`cliff`)."""
+"""One probe of the cliff search: fill the contexts of so many users, then measure what each of them gets (`cliff`).
+
+**Lag.** A client whose p99 lag is beyond its limit has lagged, and its clock is then believed only so far: an answer's seconds
+have two stamps, sending and end, and each may be off by the greatest lag seen and one tick of the meter, which sees
+a standstill only from its next wake-up on. The maximum and not p99: an answer has these two stamps only, and both may
+fall into the worst moment. The probe says again what it would with every answer so much longer (the next turn was sent late,
+so the server had a rest) and so much shorter (the end was stamped late). If it holds in the first case too, or
+fails in the second too, lag did not make its word. A bad answer fails a probe at any speed.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from numinous_tooling.gate.arms import Arm
+from numinous_tooling.gate.client import LAG_TICK_S, RequestRecord
 from numinous_tooling.gate.conversation import Conversation, Outcome, client_failed
 from numinous_tooling.gate.errors import GateError
 from numinous_tooling.gate.measures import METRICS, ArmRun, percentiles, units
@@ -24,6 +33,9 @@ NEW_TOKENS = 8
 USER_TOKENS = 8
 """First tokens of a context, other for every user, so that no two share a prefix."""
 FILL_FACTOR = 10.0
+STAMPS_PER_ANSWER = 2
+LEAST_ANSWER_S = 1e-6
+"""Of an answer that may have been all lag: the resolution of a record's seconds."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,29 @@ class Probe:
     error: str | None
     lag: str | None
     """How far the client lagged, where it lagged too far."""
+    lag_max_s: float | None = None
+    """The greatest lag of the worst client; None where the probe was cut and its clients with it."""
+    rate_p10_least: float | None = None
+    """Where `lag` is not None: `rate_p10` with every answer longer by what lag can have hidden."""
+    rate_p10_most: float | None = None
+    """Likewise, with every answer shorter by what lag can have added."""
+
+    def in_doubt(self, limit: float) -> bool:
+        """Return whether the client's lag could have made the word of this probe; `limit` in tokens per second."""
+        if self.lag is None:
+            return False
+        if self.holds:
+            return self.rate_p10_least is None or self.rate_p10_least < limit
+        if self.bad_answers:
+            return False
+        return self.rate_p10_most is None or self.rate_p10_most >= limit
+
+
+def user_rates(records: Sequence[RequestRecord], off_s: float = 0.0) -> dict[str, float | None]:
+    """Return p10 and p50 of the users' tokens per second, with every answer `off_s` seconds longer than measured."""
+    moved = [replace(record, e2e_s=max(LEAST_ANSWER_S, record.e2e_s + off_s)) for record in records]
+    run = ArmRun(0, "", 1, moved, 0.0, 0.0, 0.0)
+    return percentiles(list(units([run], METRICS[0]).values()), (10, 50))
 
 
 def turn_prompts(context: int, turns: int, output: int) -> list[int]:
@@ -171,15 +206,19 @@ class Prober:
         options = self._options
         records = [*filled.records, *(outcome.records if outcome else ())]
         bad = [record for record in records if record.error or record.short]
-        rates = {}
-        lag = None
+        rates: dict[str, float | None] = {}
+        lag = lag_max_s = least = most = None
         if outcome is not None:
             measured_s = outcome.wall_s
             run = ArmRun(0, "", 1, outcome.records, measured_s, outcome.lag_p99_s, 0.0)
-            rates = percentiles(list(units([run], METRICS[0]).values()), (10, 50))
+            rates = user_rates(outcome.records)
+            lag_max_s = round(outcome.lag_max_s, 6)
             limit_s = lag_limit_s(run) if options.max_lag_s is None else options.max_lag_s
             if run.lag_p99_s > limit_s:
                 lag = f"p99 {run.lag_p99_s * 1e3:.1f} ms over {limit_s * 1e3:.1f} ms"
+                off_s = STAMPS_PER_ANSWER * (outcome.lag_max_s + LAG_TICK_S)
+                least = user_rates(outcome.records, off_s)["p10"]
+                most = user_rates(outcome.records, -off_s)["p10"]
         low = rates.get("p10")
         return Probe(
             context,
@@ -193,6 +232,9 @@ class Prober:
             bad_answers=len(bad),
             error=next((r.error or "short answer" for r in bad), None),
             lag=lag,
+            lag_max_s=lag_max_s,
+            rate_p10_least=least,
+            rate_p10_most=most,
         )
 
     def _replay(
