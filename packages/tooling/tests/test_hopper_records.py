@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runner of benchmarks/hopper_records: lanes, limits, reasons; and that the list itself is runnable."""
 
+import contextlib
 import importlib.util
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -66,7 +70,7 @@ def test_what_cannot_run_says_why(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "input: not run: --input model=PATH is missing" in out
     assert "gone: not run: no such file: text=/nowhere" in out
-    assert "behind: not run: bad did not succeed" in out or "behind: not run" in out
+    assert "behind: not run: bad did not succeed" in out
     assert "late: not run: its limit of 1e+09 s does not fit" in out
     assert not (tmp_path / "out/late").exists()
 
@@ -85,13 +89,195 @@ def test_jobs_are_taken_up_again(tmp_path):
     [
         (job("a", "true") + job("a", "true"), "is there twice"),
         (job("a", "true", after="b"), "which does not stand before it"),
+        (
+            job("a", "true", after="b") + job("b", "true", after="a"),
+            "which does not stand before it",
+        ),
         (job("a", "true", color="red"), "unknown key color"),
         (job("a", "true", lane="x", quiet=True), "a quiet job has no lane"),
+        (
+            job("a", "true", quiet=True) + job("b", "true", after="a"),
+            "which is quiet and runs later",
+        ),
+        (job("../a", "true"), "no name of a folder of its own"),
+        (job("records", "true"), "no name of a folder of its own"),
+        (job("a", "echo ${HOME}x{}"), "{} is no placeholder"),
+        (job("a", "echo {x.y}"), "{x.y} is no placeholder"),
+        (job("a", "echo {x"), "braces are written twice"),
+        (job("a", "true", limit="9"), "limit = '9'"),
+        (job("a", "true", accept=0), "accept = 0"),
+        ('[[job]]\nname = "a"', "without command, limit"),
+        ("job = 3", "no [[job]]"),
+        ("[[job", "jobs.toml: Expected"),
     ],
 )
-def test_a_bad_list_is_refused(tmp_path, text, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_bad_list_is_refused(tmp_path, capsys, text, says):
+    with pytest.raises(SystemExit):
         run(tmp_path, text)
+    assert says in capsys.readouterr().err
+
+
+def test_the_shells_own_braces(tmp_path):
+    assert run(tmp_path, job("a", "x=5; echo ${{x}} > {all}/five")) == 0
+    assert (tmp_path / "out/five").read_text() == "5\n"
+
+
+def test_what_follows_waits_for_another_lane(tmp_path):
+    text = job("model", "sleep 0.5; touch {all}/model", lane="models")
+    text += job("gate", "test -e {all}/model", lane="gates", after="model")
+    assert run(tmp_path, text) == 0
+
+
+def test_one_job_after_another_that_had_run(tmp_path, capsys):
+    text = job("model", "true") + job("gate", "true", after="model")
+    assert run(tmp_path, text, "--only", "gate") == 2
+    assert "model has not run and is not among the chosen" in capsys.readouterr().out
+    assert run(tmp_path, text, "--only", "model") == 0
+    assert run(tmp_path, text, "--only", "gate") == 0
+
+
+@pytest.mark.parametrize("half", ["", '{"command": "true", "co', "[]", "{}"])
+def test_half_a_result_is_none(tmp_path, half):
+    (tmp_path / "out/a").mkdir(parents=True)
+    (tmp_path / "out/a/job.json").write_text(half)
+    assert run(tmp_path, job("a", "touch {all}/ran")) == 0
+    assert (tmp_path / "out/ran").exists()
+    assert result(tmp_path, "a")["code"] == 0
+
+
+def test_a_lane_that_breaks_says_so_and_stops_no_other(tmp_path, capsys):
+    """The folder of a job is a file; what waits for it does not wait for ever."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/a").write_text("")
+    text = job("a", "true", lane="x") + job("b", "true", lane="y", after="a")
+    assert run(tmp_path, text + job("c", "true", quiet=True)) == 2
+    out = capsys.readouterr().out
+    assert "a: not run: FileExistsError" in out
+    assert "b: not run: a did not succeed" in out
+    assert "c: exit 0" in out
+
+
+def test_inputs_are_paths_of_the_caller(tmp_path, capsys, monkeypatch):
+    """Commands run in the checkout."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prose.txt").write_text("once\n")
+    assert run(tmp_path, job("a", "cp {prose} {all}/copy"), "--input", "prose=prose.txt") == 0
+    assert (tmp_path / "out/copy").read_text() == "once\n"
+    for wrong in ("out=x", "prose=two words"):
+        with pytest.raises(SystemExit):
+            run(tmp_path, job("a", "cp {prose} {all}/copy"), "--input", wrong)
+    errors = capsys.readouterr().err
+    assert "--input out: the runner's own name" in errors
+    assert "two words': a shell would not take this path as it is" in errors
+
+
+def script(tmp_path, *lines):
+    path = tmp_path / "script.sh"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_children_that_do_not_listen_are_killed(tmp_path, monkeypatch):
+    """The shell has ended; what it left ignores SIGTERM."""
+    monkeypatch.setattr(make_records, "KILL_AFTER_S", 0.5)
+    path = script(tmp_path, "trap '' TERM", "touch deaf", "sleep 2", "touch left", "sleep 60")
+    here = f"cd {tmp_path}; sh {path} & cd {tmp_path}; while [ ! -e deaf ]; do sleep 0.05; done"
+    assert run(tmp_path, job("leaves", here)) == 0
+    time.sleep(2.2)
+    assert not (tmp_path / "left").exists()
+
+
+def test_a_gate_has_time_to_end_its_servers(tmp_path):
+    """The shell around it ends at SIGTERM at once, and what it runs needs a moment."""
+    ending = "trap 'sleep 0.7; touch ended; exit 0' TERM"
+    path = script(tmp_path, ending, "while :; do sleep 0.05; done")
+    assert (
+        run(tmp_path, job("gate", f"cd {tmp_path}; sh {path}; code=$?; exit $code", limit=1)) == 1
+    )
+    assert (tmp_path / "ended").exists()
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """Start the runner as a process of its own."""
+    started = []
+
+    def start(text):
+        jobs = tmp_path / "jobs.toml"
+        jobs.write_text(text)
+        command = [sys.executable, FOLDER / "make_records.py", "--jobs", jobs, "--out", tmp_path / "out"]  # fmt: skip
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))  # fmt: skip
+        return started[-1]
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def appears(path):
+    ends = time.monotonic() + 20
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < ends, path
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def gone(process):
+    ends = time.monotonic() + 20
+    while time.monotonic() < ends:
+        try:
+            os.kill(process, 0)
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+LASTING = job("a", "echo $$ > {all}/pid; sleep 60; true", lane="x")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_jobs_and_starts_no_more(tmp_path, runner, number):
+    more = job("b", "touch {all}/b", lane="x") + job("c", "touch {all}/c", quiet=True)
+    process = runner(LASTING + more)
+    job_process = appears(tmp_path / "out/pid")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 2, out
+    assert gone(job_process)
+    assert out.count("cut by a signal") == 3
+    assert not {"b", "c"} & {path.name for path in (tmp_path / "out").iterdir()}
+    # It is no result: the same command takes it up again.
+    assert not (tmp_path / "out/a/job.json").exists()
+
+
+def test_there_is_one_runner_and_jobs_of_a_killed_one_count_as_it(tmp_path, runner, capsys):
+    process = runner(LASTING)
+    job_process = appears(tmp_path / "out/pid")
+    for kill in (False, True):
+        if kill:
+            process.kill()
+            process.wait()
+        with pytest.raises(SystemExit):
+            run(tmp_path, job("b", "true"))
+        assert (
+            "another runner is at work, or jobs of one that was killed" in capsys.readouterr().err
+        )
+    os.killpg(job_process, signal.SIGKILL)
+    assert gone(job_process)
+    ends = time.monotonic() + 20
+    while time.monotonic() < ends:
+        with contextlib.suppress(SystemExit):
+            assert run(tmp_path, job("b", "true")) == 0
+            return
+        time.sleep(0.05)
+    pytest.fail("the lock is still held")
 
 
 def test_unknown_names_and_inputs_are_refused(tmp_path, capsys):
@@ -105,6 +291,11 @@ def test_the_list_names_scripts_and_options_that_exist():
     """Every script, module and test file is there, and every option stands somewhere in the sources."""
     jobs = make_records.read_jobs(FOLDER / "jobs.toml")
     assert len(jobs) > 10
+    for one in jobs:
+        # A gate that broke leaves no record, and its own exit codes are those of a verdict.
+        if "gate record" in one.command:
+            assert one.command.endswith("|| exit 3; exit $code"), one.name
+            assert 3 not in one.accept
     sources = "".join(
         path.read_text()
         for folder in ("src", "benchmarks")

@@ -5,29 +5,35 @@
     python packages/tooling/benchmarks/hopper_records/make_records.py --out hopper --input prose=eval-prose.txt --input smollm2=/models/smollm2 …
 
 `jobs.toml` beside it says what runs: a command with `{python}`, `{root}` (the checkout), `{out}` (the job's folder),
-`{all}` (the folder of --out) and inputs. Jobs of a lane follow one another, lanes run beside each other; a job with
-`quiet = true` is a timing and runs alone, when every lane is empty. `after` names a job that has to end with 0 before.
-A job whose input is missing, whose `after` did not succeed, or whose limit no longer fits into `--seconds` is not run,
-and the reason is printed. A finished job is not run again in the same --out; `--again NAME` repeats it.
+`{all}` (the folder of --out) and inputs; the shell's own braces are written twice. Jobs of a lane follow one another,
+lanes run beside each other; a job with `quiet = true` is a timing and runs alone, when every lane is empty. `after`
+names a job that has to end with 0 before; it is waited for. A job whose input is missing, whose `after` did not
+succeed, or whose limit no longer fits into `--seconds` is not run, and the reason is printed. A finished job is not run
+again in the same --out; `--again NAME` repeats it. Ctrl-C, SIGTERM or SIGHUP ends the jobs too; these run anew next time.
+Of one --out there is one runner; what a killed one (SIGKILL) left running counts as it.
 
 Each job leaves `log.txt` and `job.json` (command, exit code, seconds) in its folder; the records it makes are what its
 command writes, by convention below `{all}/records`. Exit 0: all that were chosen ended as `accept` says (0 where it is
-left out); 1: one did not; 2: one was not run.
+left out); 1: one did not; 2: one was not run or was cut by a signal.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
+import re
 import shlex
 import signal
+import string
 import subprocess
 import sys
 import threading
 import time
 import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +41,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 KILL_AFTER_S = 15.0  # a server that is asked to end writes its state first
+LOOK_S = 0.1
+OWN = ("python", "root", "out", "all")
+# Folders of --out that are no job's.
+TAKEN = ("records", "models", "floors", "trees", "lock")
+KINDS = {"name": str, "command": str, "limit": (int, float), "lane": str, "quiet": bool, "after": str, "accept": list, "env": dict}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,21 +75,54 @@ class Job:
 
 def read_jobs(path: Path) -> list[Job]:
     """The jobs of a file, in its order; ValueError says what is wrong with one."""
-    jobs: list[Job] = []
-    for table in tomllib.loads(path.read_text())["job"]:
-        strange = set(table) - set(Job.__dataclass_fields__)
-        if strange:
-            raise ValueError(f"job {table.get('name')}: unknown key {', '.join(sorted(strange))}")
-        env = tuple(table.pop("env", {}).items())
-        job = Job(**{**table, "accept": tuple(table.get("accept", (0,))), "env": env})
-        if job.name in {other.name for other in jobs}:
+    tables = tomllib.loads(path.read_text()).get("job")
+    if not isinstance(tables, list) or not tables:
+        raise ValueError("no [[job]]")
+    jobs: dict[str, Job] = {}
+    for table in tables:
+        job = _read_job(table)
+        if job.name in jobs:
             raise ValueError(f"job {job.name} is there twice")
-        if job.after and job.after not in {other.name for other in jobs}:
+        if job.after and job.after not in jobs:
             raise ValueError(f"job {job.name}: after {job.after}, which does not stand before it")
         if job.quiet and job.lane:
             raise ValueError(f"job {job.name}: a quiet job has no lane")
-        jobs.append(job)
-    return jobs
+        if job.after and jobs[job.after].quiet and not job.quiet:
+            raise ValueError(f"job {job.name}: after {job.after}, which is quiet and runs later")
+        jobs[job.name] = job
+    return list(jobs.values())
+
+
+def _read_job(table: dict[str, Any]) -> Job:
+    name = table.get("name")
+    if strange := set(table) - set(KINDS):
+        raise ValueError(f"job {name}: unknown key {', '.join(sorted(strange))}")
+    if lacking := {"name", "command", "limit"} - set(table):
+        raise ValueError(f"job {name}: without {', '.join(sorted(lacking))}")
+    for key, value in table.items():
+        if not isinstance(value, KINDS[key]) or (key == "limit" and not 0 < value < float("inf")):
+            raise ValueError(f"job {name}: {key} = {value!r}")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", table["name"]) or name in TAKEN:
+        raise ValueError(f"job {name!r}: no name of a folder of its own")
+    if not all(isinstance(code, int) for code in table.get("accept", ())):
+        raise ValueError(f"job {name}: accept = {table['accept']!r}")
+    if not all(isinstance(value, str) for value in table.get("env", {}).values()):
+        raise ValueError(f"job {name}: env = {table['env']!r}")
+    try:
+        placeholders(table["command"])
+    except ValueError as error:
+        raise ValueError(f"job {name}: {error}; the shell's own braces are written twice") from None
+    accept, env = tuple(table.get("accept", (0,))), tuple(table.get("env", {}).items())
+    return Job(**{**table, "accept": accept, "env": env})
+
+
+def placeholders(command: str) -> set[str]:
+    """Names in braces; ValueError at braces that hold anything else."""
+    parts = [part for part in string.Formatter().parse(command) if part[1] is not None]
+    for _, name, form, conversion in parts:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name or "") or form or conversion:
+            raise ValueError(f"{{{name}}} is no placeholder")
+    return {str(name) for _, name, _, _ in parts}
 
 
 class Runner:
@@ -88,20 +132,31 @@ class Runner:
         out: folder of all.
         inputs: name → path.
         seconds: after these no job is started that could not end in time.
+        chosen: jobs that are going to be run.
+        lock: what every job holds open, so that jobs outliving a runner keep the next one out.
     """
 
-    def __init__(self, out: Path, inputs: dict[str, str], seconds: float) -> None:
-        self.out, self.inputs = out, inputs
+    def __init__(
+        self, out: Path, inputs: dict[str, str], seconds: float, chosen: Sequence[Job], lock: int
+    ) -> None:
+        self.out, self.inputs, self.lock = out, inputs, lock
         self.ends = time.monotonic() + seconds
-        self.lock = threading.Lock()
+        self.printing = threading.Lock()
         self.results: dict[str, dict[str, Any]] = {}
+        self.ended = {job.name: threading.Event() for job in chosen}
+        self.stopped = False
 
     def run(self, job: Job) -> None:
         """Run it, unless it has run or cannot; the result is in its folder and printed."""
+        try:
+            self._run(job)
+        except Exception as error:  # other lanes may wait for it
+            self._keep(job, {"not_run": repr(error)}, f"not run: {error!r}")
+
+    def _run(self, job: Job) -> None:
         folder = self.out / job.name
-        kept = folder / "job.json"
-        if kept.exists():
-            self._keep(job, json.loads(kept.read_text()), "had run")
+        if (kept := self._kept(job.name)) is not None:
+            self._keep(job, kept, f"had run, {_ending(kept['code'])}")
             return
         refusal, command = self._prepared(job, folder)
         if refusal:
@@ -110,10 +165,22 @@ class Runner:
         folder.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         code = self._call(job, command, folder / "log.txt")
+        if self.stopped:
+            self._keep(job, {"not_run": "cut by a signal"}, "cut by a signal")
+            return
         result = {"command": command, "code": code, "seconds": round(time.monotonic() - begin, 1)}
-        kept.write_text(json.dumps(result, indent=1) + "\n")
-        what = "killed at its limit" if code is None else f"exit {code}"
-        self._keep(job, result, f"{what}, {result['seconds']} s")
+        half = folder / "job.json.half"
+        half.write_text(json.dumps(result, indent=1) + "\n")
+        half.replace(folder / "job.json")
+        self._keep(job, result, f"{_ending(code)}, {result['seconds']} s")
+
+    def _kept(self, name: str) -> dict[str, Any] | None:
+        """What a job left; None where it has not ended, and where the file is no result."""
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads((self.out / name / "job.json").read_text())
+            if isinstance(kept, dict) and "code" in kept:
+                return kept
+        return None
 
     def good(self, job: Job) -> bool:
         return self.results.get(job.name, {}).get("code") in job.accept
@@ -127,21 +194,37 @@ class Runner:
             "all": str(self.out),
             **self.inputs,
         }
-        try:
-            command = job.command.format(**values)
-        except KeyError as error:
-            return f"--input {error.args[0]}=PATH is missing", ""
-        gone = [f"{k}={v}" for k, v in self.inputs.items() if f"{{{k}}}" in job.command and not Path(v).exists()]  # fmt: skip
+        names = placeholders(job.command)
+        if missing := sorted(names - set(values)):
+            return f"--input {missing[0]}=PATH is missing", ""
+        command = job.command.format(**values)
+        gone = [f"{k}={v}" for k, v in self.inputs.items() if k in names and not Path(v).exists()]
         if gone:
             return f"no such file: {', '.join(gone)}", ""
-        if job.after and self.results.get(job.after, {}).get("code") != 0:
-            return f"{job.after} did not succeed", ""
+        if job.after and (why := self._lacks(job.after)):
+            return why, ""
+        if self.stopped:
+            return "cut by a signal", ""
         if time.monotonic() + job.limit > self.ends:
             return f"its limit of {job.limit:g} s does not fit into the time that is left", ""
         return "", " ".join(command.split())
 
+    def _lacks(self, name: str) -> str:
+        """Wait for a job of another lane; why what follows it cannot run, or nothing."""
+        if name in self.ended:
+            while not self.ended[name].wait(LOOK_S):
+                if self.stopped:
+                    break
+            result = self.results.get(name, {})
+        elif (kept := self._kept(name)) is not None:
+            result = kept
+        else:
+            return f"{name} has not run and is not among the chosen"
+        return "" if result.get("code") == 0 else f"{name} did not succeed"
+
     def _call(self, job: Job, command: str, log: Path) -> int | None:
-        """The exit code, or None where the limit ended it."""
+        """The exit code, or None where the limit or a signal to the runner ended it."""
+        ends = time.monotonic() + job.limit
         with log.open("ab") as sink:
             process = subprocess.Popen(
                 command,
@@ -152,29 +235,61 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **dict(job.env)},
                 start_new_session=True,
+                pass_fds=(self.lock,),
             )
             try:
-                return process.wait(job.limit)
-            except subprocess.TimeoutExpired:
+                while time.monotonic() < ends and not self.stopped:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        return process.wait(LOOK_S)
                 return None
             finally:
                 self._end(process)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End what is left of its process group: servers of a command that was killed, too."""
-        for number, patience in ((signal.SIGTERM, KILL_AFTER_S), (signal.SIGKILL, KILL_AFTER_S)):
+        """End what is left of its process group: the shell ends at once, a gate has servers of its own to end."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            ends = time.monotonic() + KILL_AFTER_S
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
-            if process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(patience)
-            else:
-                break
+                while time.monotonic() < ends:
+                    process.poll()  # a zombie is in its group
+                    os.killpg(process.pid, 0)
+                    time.sleep(LOOK_S / 2)
+                continue
+            return
 
     def _keep(self, job: Job, result: dict[str, Any], text: str) -> None:
-        with self.lock:
+        with self.printing:
             self.results[job.name] = result
+            self.ended[job.name].set()
             print(f"{time.strftime('%H:%M:%S')} {job.name}: {text}", flush=True)
+
+
+def _ending(code: int | None) -> str:
+    return "killed at its limit" if code is None else f"exit {code}"
+
+
+@contextlib.contextmanager
+def one_runner(out: Path) -> Iterator[int]:
+    """The open lock of a folder; BlockingIOError where another holds it."""
+    with (out / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def signals_stop(runner: Runner) -> Iterator[None]:
+    """Jobs are sessions of their own, so that no signal to the runner reaches them."""
+
+    def stop(number: int, frame: object) -> None:
+        runner.stopped = True
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_all(runner: Runner, jobs: list[Job]) -> None:
@@ -217,7 +332,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--list", action="store_true", help="print the jobs and end")
     options = parser.parse_args(argv)
-    jobs = read_jobs(options.jobs)
+    try:
+        jobs = read_jobs(options.jobs)
+    except (OSError, ValueError) as error:
+        parser.error(f"{options.jobs}: {error}")
     if options.list:
         for job in jobs:
             where = "alone" if job.quiet else f"lane {job.lane or job.name}"
@@ -227,18 +345,32 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--out FOLDER is missing")
     if bad := [text for text in options.input if not text.partition("=")[2]]:
         parser.error(f"--input {bad[0]}: want NAME=PATH")
+    inputs = {name: str(Path(path).expanduser().resolve()) for name, path in (text.split("=", 1) for text in options.input)}  # fmt: skip
+    if own := sorted(set(OWN) & set(inputs)):
+        parser.error(f"--input {own[0]}: the runner's own name")
+    out = options.out.resolve()
+    # Commands hold paths within quotes of their own.
+    for path in (str(out), *inputs.values()):
+        if shlex.quote(path) != path:
+            parser.error(f"{path!r}: a shell would not take this path as it is; use a link")
     named = {key: set(filter(None, getattr(options, key).split(","))) for key in ("only", "skip", "again")}  # fmt: skip
     known = {job.name for job in jobs}
     if strange := set().union(*named.values()) - known:
         parser.error(f"no job {', '.join(sorted(strange))}; --list prints them")
     chosen = [job for job in jobs if (not named["only"] or job.name in named["only"]) and job.name not in named["skip"]]  # fmt: skip
-    out = options.out.resolve()
     (out / "records").mkdir(parents=True, exist_ok=True)
-    for name in named["again"]:
-        (out / name / "job.json").unlink(missing_ok=True)
-    runner = Runner(out, dict(text.split("=", 1) for text in options.input), options.seconds)
-    run_all(runner, chosen)
-    if any("not_run" in runner.results[job.name] for job in chosen):
+    try:
+        with one_runner(out) as lock:
+            for name in named["again"]:
+                (out / name / "job.json").unlink(missing_ok=True)
+            runner = Runner(out, inputs, options.seconds, chosen, lock)
+            with signals_stop(runner):
+                run_all(runner, chosen)
+    except BlockingIOError:
+        parser.error(
+            f"{out}: another runner is at work, or jobs of one that was killed are (fuser -v {out}/lock)"
+        )
+    if any("not_run" in runner.results.get(job.name, {"not_run": ""}) for job in chosen):
         return 2
     return 0 if all(runner.good(job) for job in chosen) else 1
 
