@@ -231,6 +231,41 @@ def test_a_write_that_loses_bytes_ends_the_boot(keys: str, engine: Any, monkeypa
         nvfp4_pool.prove_write(2, 64, keys == "fp8", "mse", "cpu")
 
 
+def test_a_write_that_does_not_run_ends_the_boot_with_one_line(
+    engine: Any, monkeypatch: Any
+) -> None:
+    from numinous_kv_cache_4bit.engine import nvfp4_pool
+
+    def broken(*of: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nand a page of advice")
+
+    monkeypatch.setattr(nvfp4_pool, "_proven", set())
+    monkeypatch.setattr(nvfp4_pool, "write", broken)
+    with pytest.raises(SystemExit) as end:
+        nvfp4_pool.prove_write(2, 64, True, "amax", "cpu")
+    assert str(end.value) == (
+        "kv4.nvfp4_triton: the write kernel does not run on this GPU with this Triton: "
+        "RuntimeError: CUDA error: an illegal memory access"
+    )
+    assert not nvfp4_pool._proven
+
+
+def test_the_boot_proof_does_not_depend_on_torchs_defaults(engine: Any, monkeypatch: Any) -> None:
+    from numinous_kv_cache_4bit.engine import nvfp4_pool
+
+    monkeypatch.setattr(nvfp4_pool, "_proven", set())
+    state = torch.get_rng_state()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            nvfp4_pool.prove_write(2, 64, True, "mse", "cpu")
+    finally:
+        torch.set_default_dtype(before)
+    assert len(nvfp4_pool._proven) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_what_is_written(engine: Any, installed: Any) -> None:
     """No value of the caller changes (U18); a NaN stays in its block and an inf saturates (U16); slot 0 and strange ids are skipped."""
     pool = build(engine)
