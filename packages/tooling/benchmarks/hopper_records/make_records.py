@@ -40,7 +40,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
-KILL_AFTER_S = 15.0  # a server that is asked to end writes its state first
+KILL_AFTER_S = 30.0  # a gate gives its servers up to 25 s to end
 LOOK_S = 0.1
 OWN = ("python", "root", "out", "all")
 # Folders of --out that are no job's.
