@@ -10,6 +10,7 @@ import torch
 
 from numinous_kv_cache_4bit.kernels.nvfp4_write import encode, nvfp4_write, reference
 from numinous_kv_cache_4bit.workbench.nvfp4_write import OP
+from numinous_tooling.compile import NotAvailable, gate, jit, resources
 from numinous_tooling.numerics import quantize_nvfp4
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool, guarded_pool
@@ -17,6 +18,24 @@ from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool, gua
 
 class TestNvfp4Write(KernelTests):
     op = OP
+
+
+@pytest.mark.tier("compile")
+def test_no_pair_of_fp8_keys_is_torn(arch: str) -> None:
+    """The machine code that lost every second pair's low byte on an H200 is named by this, see `encode_e4m3fn_pairs`."""
+    if arch.startswith("gfx"):
+        pytest.skip("no F2FP there")
+    binaries = [binary for binary in gate.selected(OP, arch, full=True) if "k8" in binary.name]
+    assert binaries
+    for binary in binaries:
+        (cubin,) = jit.compile_arch(binary, arch).glob("*.cubin")
+        try:
+            texts = resources.sass(cubin)
+        except NotAvailable as missing:
+            pytest.skip(str(missing))
+        for text in texts.values():
+            assert sum(resources.count(text, ["F2FP"]).values()) >= 8
+            assert not resources.torn_merges(text), binary.name
 
 
 def _tokens(count: int, heads: int = 1, device: Any = "cpu") -> torch.Tensor:

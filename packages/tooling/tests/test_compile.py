@@ -772,3 +772,29 @@ def test_shipped_binaries_and_their_manifest(package: Path) -> None:
     with pytest.raises(CompileError, match="two different binaries are named hopper"):
         aot.build("compile-toys", [op_of(HOPPER), op_of(other)])
     assert (package / "binaries" / "sm90" / "hopper.cubin").is_file()
+
+
+# Of two stores of four FP8 codes: joined by a shift, as ptxas 12.8 makes it (R22 is of the stack), and by pairs.
+TORN = """
+        /*0060*/                   LOP3.LUT R22, R1, 0xffff, RZ, 0xc0, !PT ;
+        /*0150*/                   SHF.R.U32.HI R22, RZ, 0x8, R22 ;
+        /*0180*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R8, R9, R8, RZ ;
+        /*0270*/              @!P0 F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R16, R17, R16, R22 ;
+"""
+WHOLE = """
+        /*0120*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R13, R17, R13, RZ ;
+        /*0140*/                   F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C R12, R16, R12, R13.reuse ;
+        /*0150*/                   F2FP.BF16.F32.PACK_AB R22, R9, R8 ;
+"""
+
+
+def test_a_conversion_beside_what_none_wrote_is_named():
+    assert resources.torn_merges(WHOLE) == []
+    (found,) = resources.torn_merges(TORN)
+    assert found.endswith("R16, R17, R16, R22, R22 from SHF.R.U32.HI")
+    # What was a conversion's and is not any more.
+    spoilt = WHOLE.replace("R12, R16", "R14, R16").replace(
+        "/*0140*/", "/*0130*/ MOV R13, R1 ;\n/*0140*/"
+    )
+    assert len(resources.torn_merges(spoilt)) == 1
+    assert resources.torn_merges("") == []

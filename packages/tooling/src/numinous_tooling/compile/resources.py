@@ -32,6 +32,7 @@ _REPORT = re.compile(
 )
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)")
+_OPERANDS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)\s+([^;]*);")
 _AMDGCN = re.compile(r"^\t([a-z]\w+)", re.MULTILINE)
 
 
@@ -189,6 +190,24 @@ def count(code: str, mnemonics: Iterable[str]) -> dict[str, int]:
         )
         for wanted in sorted(set(mnemonics))
     }
+
+
+def torn_merges(code: str) -> list[str]:
+    """Conversions to FP8 in SASS whose other half is a register that no conversion wrote.
+
+    ``F2FP.…MERGE_C`` puts two codes beside the lower half of its last operand. ptxas 12.8 for sm_90a makes one of two joined
+    conversions with an operand of no meaning there and lets those bytes through. A kernel that packs FP8 beside bytes of another
+    kind would be named here too; registers are followed in the order of the text.
+    """
+    wrote: dict[str, str] = {}
+    found = []
+    for name, operands in _OPERANDS.findall(code):
+        first, *_, last = (x.strip().partition(".")[0] for x in f"{operands},{operands}".split(","))
+        merges = name.startswith("F2FP") and "MERGE_C" in name and last != "RZ"
+        if merges and not wrote.get(last, "").startswith("F2FP"):
+            found.append(f"{name} {operands.strip()}, {last} from {wrote.get(last, 'nowhere')}")
+        wrote[first] = name
+    return found
 
 
 def read(
