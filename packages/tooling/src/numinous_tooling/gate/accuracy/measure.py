@@ -55,8 +55,8 @@ CHUNKS_PER_SEQUENCE = 1.5
 DECODE_BATCHES = 4
 # Of English and of code, with the tokenisers of today's models.
 USUAL_CHARACTERS_PER_TOKEN = 4
-# Rows that are asked for as they are; the others are taken from these, or cost too much to be repeated.
-REPEATED = ("cold", "hit", "chunked", "decode")
+# Rows of distributions that are asked for as they are; the protocol row is taken from the first.
+REPEATED = ("cold", "hit", "chunked", "decode", "gold")
 
 
 @dataclass(frozen=True)
@@ -255,25 +255,29 @@ def measure(
     def decode(batch: list[int]) -> list[Scores]:
         return client.generate([ids[i][: half[i]] for i in batch], plan.size.decode_tokens)
 
-    for name, ask in {"cold": cold, "hit": hit, "chunked": chunked, "decode": decode}.items():
-        if (only is not None and name not in only) or (name == "chunked" and not long):
-            continue
-        many = concurrency * DECODE_BATCHES if name == "decode" and concurrency > 1 else concurrency
-        result.rows[name] = row(name, len(long if name == "chunked" else ids), ask, many)
+    prompts = [plan.prefix + problem for problem in plan.problems]
+
+    def gold(batch: list[int]) -> list[Scores]:
+        return client.score(
+            [prompts[i] + plan.solutions[i] for i in batch], [len(prompts[i]) - 1 for i in batch]
+        )
+
+    asked = {
+        "cold": (cold, len(ids)),
+        "hit": (hit, len(ids)),
+        "chunked": (chunked, len(long)),
+        "decode": (decode, len(ids)),
+        "gold": (gold, len(prompts)),
+    }
+    for name, (ask, count) in asked.items():
+        if count and (only is None or name in only):
+            many = DECODE_BATCHES if name == "decode" and concurrency > 1 else 1
+            result.rows[name] = row(name, count, ask, concurrency * many)
     if only is not None:
         return result
     if "protocol" not in plan.missing:
         result.rows["protocol"] = protocol_of(plan, result)
     if plan.problems:
-        prompts = [plan.prefix + problem for problem in plan.problems]
-        result.rows["gold"] = row(
-            "gold",
-            len(prompts),
-            lambda batch: client.score(
-                [prompts[i] + plan.solutions[i] for i in batch],
-                [len(prompts[i]) - 1 for i in batch],
-            ),
-        )
         result.texts = row(
             "GSM8K answers",
             len(prompts),
