@@ -247,7 +247,10 @@ def test_who_took_the_device_down_is_named(at: int, role: str) -> None:
     name = {"ours": "ours", "peer": "stock"}[role]
     said = f"^double n8 {name}: took the device down: RuntimeError: an illegal memory access was encountered$"
     with pytest.raises(protocol.DeviceLost, match=said):
-        run(changed(implementations={"ours": own}, peers={"stock": other, "next": peer(double)}), clock)
+        run(
+            changed(implementations={"ours": own}, peers={"stock": other, "next": peer(double)}),
+            clock,
+        )
 
 
 # --- Time ---------------------------------------------------------------------------------------------------------------
