@@ -199,6 +199,9 @@ def test_stock_in_the_interpreter(request: pytest.FixtureRequest, counted: Count
 
 # --- On a GPU -------------------------------------------------------------------------------------------------------
 
+# Of Triton, where it compiles the engine's kernel with a mask of bytes.
+STOCKS_MASKS = "ignore:tl.where with a non-boolean condition is deprecated:UserWarning"
+
 ON_GPU = (
     *(case for case in bench.LARGE if not case.holes),
     Case("300_17", "700_90", 16, 4, 512, pool="fp8"),
@@ -207,6 +210,7 @@ ON_GPU = (
 
 
 @pytest.mark.tier("device")
+@pytest.mark.filterwarnings(STOCKS_MASKS)
 @pytest.mark.parametrize("case", ON_GPU, ids=case_id)
 def test_on_the_gpu(case: Case, gpu: torch.device, counted: Count) -> None:
     """Against the specification, and against the engine's function as far as its own roundings and its cut of masks let it be."""

@@ -282,7 +282,7 @@ def test_engine_as_peer(request: pytest.FixtureRequest) -> None:
     uniform = {"kind": "float32", "dim": 32, "heads": 4, "kv_heads": 2, "peers": True}
     for name, case in (
         ("sglang", Case("4_4", "33_7", mask="tree", causal=False, **uniform)),
-        ("sglang-splitkv", Case("4_4", "33_7", **uniform)),
+        ("sglang-splitkv", Case("4_4", "128_97", **uniform)),
         ("sglang-decode", Case("1_1", "33_70", sink=True, **uniform)),
     ):
         peer = OP.peers[name]
@@ -292,7 +292,7 @@ def test_engine_as_peer(request: pytest.FixtureRequest) -> None:
 
 
 def test_what_peers_refuse() -> None:
-    chain = Case("4_4", "33_7", peers=True)
+    chain = Case("4_4", "128_97", peers=True)
     for change in ({"mask": "tree"}, {"window": 5}, {"sink": True}, {"cap": 3.0}, {"causal": False}, {"dim_v": 32}, {"chunks": "4_3"}, {"peers": False}):  # fmt: skip
         assert OP.peers["sglang-splitkv"].refuses(dataclasses.replace(chain, **change))
     assert OP.peers["sglang-splitkv"].refuses(chain) is None

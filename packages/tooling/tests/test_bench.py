@@ -222,6 +222,37 @@ def test_what_cannot_run_says_why() -> None:
     assert [row["provider"] for row in result.measured] == ["ours"]
 
 
+class DyingClock(ScriptedClock):
+    """A device that fails every call once `dead`, as a GPU does after an illegal access."""
+
+    dead = False
+
+    def synchronize(self):
+        if self.dead:
+            raise RuntimeError("an illegal memory access was encountered\nSearch for …")
+
+
+@pytest.mark.parametrize("at", [1, 2])  # in the gate; before the capture
+@pytest.mark.parametrize("role", ["ours", "peer"])
+def test_who_took_the_device_down_is_named(at: int, role: str) -> None:
+    clock, calls = DyingClock(), []
+
+    def crashing(case, inputs):
+        calls.append(case)
+        clock.dead = len(calls) >= at
+        return double(case, inputs)
+
+    own = implementation(crashing if role == "ours" else double)
+    other = peer(crashing if role == "peer" else double)
+    name = {"ours": "ours", "peer": "stock"}[role]
+    said = f"^double n8 {name}: took the device down: RuntimeError: an illegal memory access was encountered$"
+    with pytest.raises(protocol.DeviceLost, match=said):
+        run(
+            changed(implementations={"ours": own}, peers={"stock": other, "next": peer(double)}),
+            clock,
+        )
+
+
 # --- Time ---------------------------------------------------------------------------------------------------------------
 
 

@@ -348,6 +348,15 @@ def _needs_peers(case: Case) -> str | None:
     return None if case.peers else "the case has no inputs for it"
 
 
+def _engine_refuses(case: Case) -> str | None:
+    """Why stock's Triton kernels do not take a case: they multiply ids by strides in the ids' type. The engine's own are int64."""
+    wide = 2 * (case.dim + 16) if case.layout == "sliced" else case.dim
+    elements = (sum(map(sum, case.lengths)) + 3) * case.kv_heads * wide
+    if case.ids == "int32" and elements > 2**31:
+        return "its products of int32 ids wrap in a pool past 2^31 elements"
+    return _needs_peers(case)
+
+
 def _flashinfer_version() -> str:
     try:
         return f"flashinfer-python {metadata.version('flashinfer-python')}"
@@ -409,13 +418,14 @@ def _fa3_version() -> str:
 
 
 @functools.cache
-def _fa3_table(case: Case, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Page table [requests, longest] of pages of one token, and lengths."""
+def _fa3_table(case: Case, device: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Page table [requests, longest] of pages of one token, lengths, and first rows of chunks."""
     both = [c + p for c, p in zip(*case.lengths, strict=True)]
     table = torch.zeros(len(both), max(both), dtype=torch.int32, device=device)
     for row, ids in zip(table, _slots(case, device).split(both), strict=True):
         row[: len(ids)] = ids
-    return table, torch.tensor(both, dtype=torch.int32, device=device)
+    lengths = torch.tensor(both, dtype=torch.int32, device=device)
+    return table, lengths, _indptr(case.lengths[0], torch.int32, device)
 
 
 def _fa3(case: Case, inputs: Tensors) -> Tensors:
@@ -423,14 +433,14 @@ def _fa3(case: Case, inputs: Tensors) -> Tensors:
     from sglang.kernels.ops.attention.flash_attention import flash_attn_with_kvcache
 
     q = inputs["q"]
-    table, lengths = _fa3_table(case, q.device)
+    table, lengths, rows = _fa3_table(case, q.device)
     out, lse, *_ = flash_attn_with_kvcache(
         q=q,
         k_cache=inputs["k_pool"][:, None],
         v_cache=inputs["v_pool"][:, None],
         page_table=table,
         cache_seqlens=lengths,
-        cu_seqlens_q=inputs["qo_indptr"].to(torch.int32),
+        cu_seqlens_q=rows,
         max_seqlen_q=max(case.lengths[0]),
         softmax_scale=_options(case)["sm_scale"],
         causal=case.causal,
@@ -606,7 +616,7 @@ OP = Op(
     traffic=_traffic,
     implementations={"triton": Implementation(run=_run, interpret=True)},
     peers={
-        "sglang": Implementation(run=_engine, version=_engine_version, refuses=_needs_peers),
+        "sglang": Implementation(run=_engine, version=_engine_version, refuses=_engine_refuses),
         "flashinfer-fa2": Implementation(
             run=_flashinfer,
             version=_flashinfer_version,

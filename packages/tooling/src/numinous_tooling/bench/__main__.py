@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``numinous bench``: time ops against their peers, after a correctness gate, and record the figures.
 
-Exit codes: 0 holds; 1 the gate is red, or ours is slower than --against beyond the noise; 2 undecided or bad usage.
+Exit codes: 0 holds; 1 the gate is red, or ours is slower than --against beyond the noise; 2 undecided, bad usage, or the device is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from numinous_tooling import evidence
 from numinous_tooling.bench import against
-from numinous_tooling.bench.errors import BadUsage
+from numinous_tooling.bench.errors import BadUsage, DeviceLost
 from numinous_tooling.workbench import Op
 from numinous_tooling.workbench.discover import NoSuchOp, declared_ops, load_op
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(argv)
     try:
         return _run(options)
-    except (BadUsage, NoSuchOp, FileNotFoundError, ValueError) as error:
+    except (BadUsage, DeviceLost, NoSuchOp, FileNotFoundError, ValueError) as error:
         print(f"numinous bench: {error}", file=sys.stderr)
         return 2
 

@@ -4,3 +4,7 @@
 
 class BadUsage(Exception):
     """One line for the user: what, where, what to do."""
+
+
+class DeviceLost(Exception):
+    """One line for the user: which provider, on which case, left the device unusable."""

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from numinous_tooling.bench.clocks import Clock, Launch
-from numinous_tooling.bench.errors import BadUsage
+from numinous_tooling.bench.errors import BadUsage, DeviceLost
 from numinous_tooling.testing.tensors import assert_outputs_bitwise, differing_elements
 from numinous_tooling.workbench import Implementation, Op, Tensors, case_id
 
@@ -155,6 +155,7 @@ def bench_op(
 
     Raises:
         BadUsage: options that do not exist, or names that match nothing.
+        DeviceLost: a provider left the device unusable; names it.
     """
     l2 = _option(op, "l2")
     if samples < 5:
@@ -241,6 +242,7 @@ def _bench_case(
             cause: BaseException = error
             while cause.__context__ is not None:
                 cause = cause.__context__
+            _demand_alive(op, clock, case, provider, cause)
             refuse(provider, f"cannot be captured: {_line(cause)}")
             continue
         said = _difference(op, case, provider, launch.outputs[0], judged.want)
@@ -299,6 +301,7 @@ def _judge(
             got = provider.implementation.run(case, inputs)
             clock.synchronize()
         except Exception as error:
+            _demand_alive(op, clock, case, provider, error)
             refuse(provider, f"fails: {_line(error)}")
             continue
         answers.append((provider, got))
@@ -313,6 +316,18 @@ def _judge(
         for provider, got in answers
     }
     return _Judged(base, want, sorted(written), verdicts)
+
+
+def _demand_alive(
+    op: Op, clock: Clock, case: Any, provider: Provider, error: BaseException
+) -> None:
+    """After an error of a provider: does the device still answer? A GPU that met an illegal access fails every later call."""
+    try:
+        clock.synchronize()
+    except Exception:
+        raise DeviceLost(
+            f"{op.name} {case_id(case)} {provider.name}: took the device down: {_line(error)}"
+        ) from error
 
 
 def _call_each(implementation: Implementation, case: Any, sets: Sequence[Tensors]) -> list[Tensors]:
