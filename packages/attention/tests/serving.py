@@ -217,6 +217,9 @@ def engine() -> Iterator[Any]:
     patch.undo()
     for name in OF_FLASH:
         sys.modules.pop(name, None)
+        package, _, child = name.rpartition(".")
+        # `from package import child` would find the old one there.
+        vars(sys.modules[package]).pop(child, None)
 
 
 def layers_of(engine: Any, full_dim: int = FULL_DIM) -> torch.nn.ModuleList:

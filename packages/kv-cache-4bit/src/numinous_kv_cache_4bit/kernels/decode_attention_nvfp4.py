@@ -546,7 +546,9 @@ class Plan(NamedTuple):
 
 
 WIDE_SHARED = 114_688
-"""Bytes that a program of FP8 keys of 256 takes; sm120 has 101,376."""
+"""Bytes that a program of FP8 keys of 256 takes."""
+SMALL_SHARED = 101_376
+"""Bytes of shared memory that a program may have on sm120; other GPUs have more than any plan takes."""
 
 
 def plan(
@@ -587,9 +589,9 @@ def _processors(device: torch.device) -> int:
 
 
 def _limits(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+    if device.type != "cuda" or torch.version.hip is not None:
         return {}
-    return {"shared": int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)}
+    return {"shared": SMALL_SHARED} if torch.cuda.get_device_capability(device)[0] == 12 else {}
 
 
 def words_of(dim: int, codes: int = 4) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import (
+    SMALL_SHARED,
     decode_attention_nvfp4,
     plan,
     reference,
@@ -401,7 +402,7 @@ def _binary(name: str, case: Case, *, split: bool, quick: bool = True) -> Triton
     group = case.heads // case.kv_heads
     made, small = (
         plan(group, case.k_dim, case.v_dim, fp8_keys=fp8, shared=shared)
-        for shared in (232_448, 101_376)
+        for shared in (232_448, SMALL_SHARED)
     )
     return TritonBinary(
         name=name,
@@ -465,6 +466,7 @@ def _cases() -> tuple[Case, ...]:
         Case(1, 4, 2, 140, 64, 64, lists="nan", splits=2),
         Case(1, 2, 1, 20, 64, 64, spread=-100, splits=1),
         Case(1, 2, 1, 20, 64, 64, spread=20, scale=2.0**-18, splits=1),
+        Case(1, 2, 2, 1, 64, 64, splits=1, keys="fp8"),
         Case(4, 8, 2, 30, 64, 64, lists="edges", splits=1, sink="float32", keys="fp8"),
         Case(3, 6, 1, 133, lists="edges", ids="int32", layout="sliced", splits=3, keys="fp8"),
         Case(3, 20, 1, 70, 96, 64, lists="edges", scale=0.013, window=40, splits=2, keys="fp8"),
