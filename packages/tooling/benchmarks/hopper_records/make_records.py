@@ -13,7 +13,8 @@ again in the same --out; `--again NAME` repeats it. Ctrl-C, SIGTERM or SIGHUP en
 Of one --out there is one runner; what a killed one (SIGKILL) left running counts as it.
 
 Each job leaves `log.txt` and `job.json` (command, exit code, seconds) in its folder; the records it makes are what its
-command writes, by convention below `{all}/records`. Exit 0: all that were chosen ended as `accept` says (0 where it is
+command writes, by convention below `{all}/records`. A job with `gate = "accuracy"` (or another gate) is a run of it: `--out` and
+its record are added here. Exit 0: all that were chosen ended as `accept` says (0 where it is
 left out); 1: one did not; 2: one was not run or was cut by a signal.
 """
 
@@ -45,7 +46,12 @@ LOOK_S = 0.1
 OWN = ("python", "root", "out", "all")
 # Folders of --out that are no job's.
 TAKEN = ("records", "models", "floors", "trees", "lock")
-KINDS = {"name": str, "command": str, "limit": (int, float), "lane": str, "quiet": bool, "after": str, "accept": list, "env": dict}  # fmt: skip
+KINDS = {"name": str, "command": str, "limit": (int, float), "lane": str, "quiet": bool, "after": str, "accept": list, "env": dict, "gate": str}  # fmt: skip
+# Behind the command of a gate. Its exit code is the verdict's, so a run that left no record needs one of its own.
+RECORDED = (
+    " --out {out}/gate; code=$?; {python} -m numinous_tooling gate record {out}/gate"
+    " --evidence {all}/records/gate-KIND.jsonl || exit 3; exit $code"
+)
 
 
 @dataclass(frozen=True)
@@ -112,8 +118,12 @@ def _read_job(table: dict[str, Any]) -> Job:
         placeholders(table["command"])
     except ValueError as error:
         raise ValueError(f"job {name}: {error}; the shell's own braces are written twice") from None
-    accept, env = tuple(table.get("accept", (0,))), tuple(table.get("env", {}).items())
-    return Job(**{**table, "accept": accept, "env": env})
+    table = dict(table)
+    kind = table.pop("gate", None)
+    if kind is not None:
+        table["command"] += RECORDED.replace("KIND", kind)
+    accept = tuple(table.get("accept", (0,) if kind is None else (0, 1, 2)))
+    return Job(**{**table, "accept": accept, "env": tuple(table.get("env", {}).items())})
 
 
 def placeholders(command: str) -> set[str]:

@@ -52,6 +52,8 @@ class Nvfp4Pool(MHATokenToKVPool):
     def _create_buffers(self) -> None:
         if self.kv_cache_layout != "nhd" or self.use_hnd:
             feature.refuse("SGLANG_USE_HND_KVCACHE and other layouts are not covered")
+        if torch.device(self.device).type == "cuda":  # elsewhere the specification itself writes
+            prove_write(self.head_num, self.head_dim, self.fp8_keys, self.scale_choice, self.device)
         slots = self.size + self.page_size
         shape = (slots, self.head_num, self.head_dim)
         packed, scales = self.head_dim // 2, self.head_dim // NVFP4_BLOCK
@@ -65,7 +67,6 @@ class Nvfp4Pool(MHATokenToKVPool):
             ]
             for width in widths
         )
-        prove_write(self.head_num, self.head_dim, self.fp8_keys, self.scale_choice, self.device)
         self.dq_k_buffer = self.dq_v_buffer = None
         self.store_dtype = torch.uint8
         self.shadow: list[torch.Tensor] = []
