@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from numinous_attention.hooks.launch import CACHES, text_of, uncovered
 from numinous_attention.options import GQA_EXTEND, LAYERS, MIN_CHUNK
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
@@ -66,7 +67,6 @@ FEATURE = Feature(
     upstream="none",
 )  # fmt: skip
 
-CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 TRITON_BY_DEFAULT = (
     "Gemma4ForCausalLM",
     "Gemma4ForConditionalGeneration",
@@ -86,8 +86,7 @@ UNCOVERED = {
 def judge(command: ServeCommand) -> Iterator[str]:
     """Why this launch cannot use the feature, one line each."""
     model = command.model_config or {}
-    text = model.get("text_config")
-    config = {**model, **(text if isinstance(text, dict) else {})}
+    config = text_of(model)
     backend = command.get("prefill_attention_backend") or command.get("attention_backend")
     if backend is None:
         names = model.get("architectures") or [None]
@@ -95,9 +94,7 @@ def judge(command: ServeCommand) -> Iterator[str]:
             yield "the engine would choose another attention backend: add --attention-backend triton"
     elif backend != "triton":
         yield f"attention backend {backend} of prefill is not covered; triton is"
-    for name, what in UNCOVERED.items():
-        if command.get(name):
-            yield f"--{name.replace('_', '-')} is not covered: {what}"
+    yield from uncovered(command, UNCOVERED)
     if command.get("dcp_size") > 1:
         yield "--dcp-size > 1 is not covered: its ranks merge parts of an attention by an lse"
     if (dtype := command.get("kv_cache_dtype")) not in CACHES:

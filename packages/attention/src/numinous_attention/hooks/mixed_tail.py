@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from numinous_attention.hooks.gqa_extend import TRITON_BY_DEFAULT
+from numinous_attention.hooks.launch import CACHES, text_of, uncovered
 from numinous_attention.options import MIXED_TAIL
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
@@ -101,7 +102,6 @@ FEATURE = Feature(
 )  # fmt: skip
 
 BACKENDS = ("triton", "fa3")
-CACHES = ("auto", "bf16", "bfloat16", "fp8_e4m3")
 UNCOVERED = {
     "enable_deterministic_inference": "prefill and decode would have to add in one order",
     "enable_dp_attention": "untested",
@@ -119,8 +119,7 @@ UNCOVERED = {
 def judge(command: ServeCommand) -> Iterator[str]:
     """Why this launch cannot use the feature, one line each."""
     model = command.model_config or {}
-    text = model.get("text_config")
-    config = {**model, **(text if isinstance(text, dict) else {})}
+    config = text_of(model)
     if not command.get("enable_mixed_chunk"):
         yield "nothing is mixed without it: add --enable-mixed-chunk"
     if (size := command.get("chunked_prefill_size")) is not None and size <= 0:
@@ -147,8 +146,6 @@ def judge(command: ServeCommand) -> Iterator[str]:
         yield "prefill/decode disaggregation is not covered: its prefill has no decodes"
     if command.get("dllm_algorithm") is not None:
         yield "--dllm-algorithm is not covered"
-    for name, what in UNCOVERED.items():
-        if command.get(name):
-            yield f"--{name.replace('_', '-')} is not covered: {what}"
+    yield from uncovered(command, UNCOVERED)
     if config.get("kv_lora_rank"):
         yield "made for MHA and GQA models, this one has MLA"

@@ -16,6 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from numinous_attention.hooks.launch import text_of, uncovered
 from numinous_attention.options import FLASH_DIM, PER_LAYER_BACKEND
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
@@ -165,9 +166,7 @@ def judge(command: ServeCommand) -> Iterator[str]:
     for phase, covered in GRAPHS.items():
         if (kind := _graphs(command, phase)) not in covered:
             yield f"CUDA graphs of kind {kind} in {phase} are not covered; leave --cuda-graph-backend-{phase} out"
-    for name, what in UNCOVERED.items():
-        if command.get(name):
-            yield f"--{name.replace('_', '-')} is not covered: {what}"
+    yield from uncovered(command, UNCOVERED)
     if command.model_config is not None:
         yield from _judge_model(command.model_config, command.get("attention_backend") is None)
 
@@ -186,8 +185,7 @@ def _graphs(command: ServeCommand, phase: str) -> Any:
 
 
 def _judge_model(config: Mapping[str, Any], unnamed: bool) -> Iterator[str]:
-    text = config.get("text_config")
-    config = {**config, **(text if isinstance(text, dict) else {})}
+    config = text_of(config)
     name = (config.get("architectures") or [None])[0]
     if unnamed and name not in GEMMA4:
         yield f"the engine would choose the attention backend of a {name}: add --attention-backend triton"
