@@ -34,3 +34,5 @@ FLASH_DIM = 256
 """Widest head that FlashAttention-3 has kernels for."""
 
 MIXED_TAIL = "attention.mixed_tail"
+
+GEMMA_GLUE = "attention.gemma_glue"

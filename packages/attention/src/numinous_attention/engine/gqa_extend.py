@@ -53,7 +53,7 @@ def after_backend(result: None, backend: Any, model_runner: Any, *args: Any, **n
 def judge_backend(backend: Any, model_runner: Any, feature: str = GQA_EXTEND) -> None:
     """End the process where the backend would never reach the kernel, or the GPU has none."""
     refuse = functools.partial(_refuse, feature=feature)
-    _judge_device(torch.device(backend.device), refuse)
+    judge_device(torch.device(backend.device), refuse)
     if backend.enable_deterministic:
         refuse("deterministic inference runs another kernel of stock")
     if backend.dcp_size > 1:
@@ -79,7 +79,8 @@ def judge_backend(backend: Any, model_runner: Any, feature: str = GQA_EXTEND) ->
             )
 
 
-def _judge_device(device: torch.device, refuse: Callable[[str], None]) -> None:
+def judge_device(device: torch.device, refuse: Callable[[str], None]) -> None:
+    """Call `refuse` where the kernels of this room are not compiled for the GPU."""
     if device.type == "cpu":
         return  # the CPU platform, Triton in the interpreter
     if device.type != "cuda":

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,3 +24,16 @@ def uncovered(command: ServeCommand, flags: Mapping[str, str]) -> Iterator[str]:
     for name, what in flags.items():
         if command.get(name):
             yield f"--{name.replace('_', '-')} is not covered: {what}"
+
+
+def graph_kind(command: ServeCommand, phase: str) -> Any:
+    """The kind of CUDA graph of a phase; `--cuda-graph-config` has precedence over the flag, and holds what was resolved in the engine's process."""
+    config = command.get("cuda_graph_config")
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError:
+            config = None  # the engine refuses it
+    named = config.get(phase) if isinstance(config, Mapping) else None
+    kind = named.get("backend") if isinstance(named, Mapping) else None
+    return kind or command.get(f"cuda_graph_backend_{phase}")

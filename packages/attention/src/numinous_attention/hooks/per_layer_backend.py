@@ -12,11 +12,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from numinous_attention.hooks.launch import text_of, uncovered
+from numinous_attention.hooks.launch import graph_kind, text_of, uncovered
 from numinous_attention.options import FLASH_DIM, PER_LAYER_BACKEND
 from numinous_tooling.patching import Feature, Hook, Pin, stock_pin
 from numinous_tooling.patching.feature import STOCK
@@ -164,24 +163,11 @@ def judge(command: ServeCommand) -> Iterator[str]:
     if command.get("dllm_algorithm") is not None:
         yield "--dllm-algorithm is not covered (untested)"
     for phase, covered in GRAPHS.items():
-        if (kind := _graphs(command, phase)) not in covered:
+        if (kind := graph_kind(command, phase)) not in covered:
             yield f"CUDA graphs of kind {kind} in {phase} are not covered; leave --cuda-graph-backend-{phase} out"
     yield from uncovered(command, UNCOVERED)
     if command.model_config is not None:
         yield from _judge_model(command.model_config, command.get("attention_backend") is None)
-
-
-def _graphs(command: ServeCommand, phase: str) -> Any:
-    """The kind of CUDA graph; `--cuda-graph-config` has precedence over the flag, and holds what was resolved in the engine's process."""
-    config = command.get("cuda_graph_config")
-    if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except ValueError:
-            config = None  # the engine refuses it
-    named = config.get(phase) if isinstance(config, Mapping) else None
-    kind = named.get("backend") if isinstance(named, Mapping) else None
-    return kind or command.get(f"cuda_graph_backend_{phase}")
 
 
 def _judge_model(config: Mapping[str, Any], unnamed: bool) -> Iterator[str]:
