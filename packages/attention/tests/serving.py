@@ -87,7 +87,7 @@ class Kernels:
         self._called("extend", q.shape[-1], len(qo) - 1, longest)
         for request, (start, end) in enumerate(itertools.pairwise(qo)):
             before = ids[kv[request] : kv[request + 1]]
-            both = [torch.cat([x[before], y[start:end]]) for x, y in ((keys, k), (values, v))]
+            both = [torch.cat([x[before].to(y.dtype), y[start:end]]) for x, y in ((keys, k), (values, v))]
             seen = causal(int(end - start), len(both[0]), sliding_window_size)
             o[start:end] = attend(q[start:end], *both, scale, seen)
 
@@ -315,7 +315,7 @@ class Serving:
             for pool in ("full", "windows")
         )
         for each in (*pool_buffers(self.runner.token_to_kv_pool),):
-            each.fill_(POISON)
+            each.fill_(poison(each))
 
     def batch(self, mode: str, new: dict[int, int], padded: int | None = None) -> Any:
         """The next batch: request -> its new tokens. With `padded`, as many requests as a captured graph has."""
@@ -358,7 +358,7 @@ class Serving:
             slots = self.runner.req_to_token_pool.req_to_token[request, :dead].long()
             freed = pool.full_to_swa_index_mapping[slots]
             for each in (*pool.swa_kv_pool.k_buffer, *pool.swa_kv_pool.v_buffer):
-                each[freed] = POISON
+                each[freed] = poison(each)
             pool.full_to_swa_index_mapping[slots] = 0
 
     def tensors(self, batch: Any) -> list[tuple[torch.Tensor, ...]]:
@@ -434,6 +434,11 @@ class Serving:
         return max(
             float((a.double() - e).abs().max()) for a, e in zip(answers, expected, strict=True)
         )
+
+
+def poison(pool: torch.Tensor) -> float:
+    """What a free slot holds; of bytes, the code of E4M3's largest."""
+    return POISON if pool.is_floating_point() else 0x7E
 
 
 def pool_buffers(pool: Any) -> Iterator[torch.Tensor]:

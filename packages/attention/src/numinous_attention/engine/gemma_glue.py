@@ -293,8 +293,9 @@ def forward(
     assert rows is not None
     assert not isinstance(write, str)
     qkv, _ = attention.qkv_proj(hidden_states)
-    sizes = (attention.q_size, attention.kv_size, attention.kv_size)
-    q, k, v = (x.unflatten(-1, (-1, attention.head_dim)) for x in qkv.split(sizes, dim=-1))
+    heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+    parts = qkv.split([n * attention.head_dim for n in heads], dim=-1)
+    q, k, v = (x.unflatten(-1, (n, attention.head_dim)) for n, x in zip(heads, parts, strict=True))
     later = write is not None and write.slot_map is not None  # the backend writes
     weights = attention.q_norm.weight.data, attention.k_norm.weight.data
     how = {"eps": attention.q_norm.eps, "gemma": gemma}

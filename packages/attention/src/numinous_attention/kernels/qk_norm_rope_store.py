@@ -7,7 +7,7 @@
 *Shapes*    q: [T, H, D] bf16; k, v: [T, K, D] bf16, changed in place; w: [D] bf16; table: [P, D] fp32, cosines then sines; positions, slots: [T] int32 or int64;
             pools: [S, K, D] bf16, E4M3 or its bytes. D even. Without k: q alone, as in layers that read another layer's cache.
 *Layout*    a token's heads lie side by side; tokens and rows of a pool have any stride (q, k, v may be parts of one QKV row).
-*Slots*     with a map, row map[slot] is written: the engine names a window's slots by those of the full pool, and translates. A slot or a mapped row outside is not written.
+*Slots*     with a map, row map[slot] is written: the engine names a window's slots by those of the full pool, and translates. A slot or a mapped row outside is not written: a map of no slot writes nothing.
             Two tokens of one slot: each element is one of theirs. A position outside the table: NaN in q and k, nothing in the cache.
 *Bytes*     2 each way a value of q, 2 + 2 (FP8: 1) of k and v, + 2 of each that is also left in place; 4 D of the table and 8 to 24 of ids a token. Bound by memory.
             The engine's three kernels (norm, rotation, store) move 8 a value of q, 12 of k, 8 of v, and twice the ids.
@@ -107,7 +107,7 @@ def reference(
     at = slots.long()
     if slot_map is not None:
         there = (at >= 0) & (at < len(slot_map))
-        at = torch.where(there, slot_map[torch.where(there, at, 0)].long(), -1)
+        at = torch.full_like(at, -1).masked_scatter(there, slot_map[at[there]].long())
     live = inside & (at >= 0) & (at < len(k_pool))
     at = at[live]
     for name, pool, scale in (("k", k_pool, k_scale), ("v", v_pool, v_scale)):
