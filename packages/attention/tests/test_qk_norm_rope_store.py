@@ -151,6 +151,29 @@ def test_padded_tokens_leave_the_cache_alone() -> None:
         assert_bitwise_equal(name, call[name], pool)
 
 
+def _no_slot(device: torch.device) -> None:
+    """A map of no slot: norm and rotation alone, as in a graph whose backend writes."""
+    case = Case(5, 3, 2, 64)
+    call = call_of(case, device)
+    want = reference(**call)
+    call |= {"slots": call["positions"], "slot_map": call["positions"][:0]}
+    before = {name: call[name].clone() for name in ("k_pool", "v_pool")}
+    qk_norm_rope_store(**call)
+    workbench.compare(case, {n: call[n] for n in "qkv"}, {n: want[n] for n in "qkv"})
+    for name, pool in before.items():
+        assert_bitwise_equal(name, call[name], pool)
+
+
+@pytest.mark.tier("interpret")
+def test_a_map_of_no_slot_interpreted() -> None:
+    _no_slot(CPU)
+
+
+@pytest.mark.tier("device")
+def test_a_map_of_no_slot(gpu: torch.device) -> None:
+    _no_slot(gpu)
+
+
 # --- Planted faults -------------------------------------------------------------------------------------------------
 
 FAULTS = {
