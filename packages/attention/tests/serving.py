@@ -87,7 +87,10 @@ class Kernels:
         self._called("extend", q.shape[-1], len(qo) - 1, longest)
         for request, (start, end) in enumerate(itertools.pairwise(qo)):
             before = ids[kv[request] : kv[request + 1]]
-            both = [torch.cat([x[before].to(y.dtype), y[start:end]]) for x, y in ((keys, k), (values, v))]
+            both = [
+                torch.cat([x[before].to(y.dtype), y[start:end]])
+                for x, y in ((keys, k), (values, v))
+            ]
             seen = causal(int(end - start), len(both[0]), sliding_window_size)
             o[start:end] = attend(q[start:end], *both, scale, seen)
 

@@ -50,6 +50,8 @@ def after_build(result: Any, *, model_runner: Any) -> None:
     """`build_attention_backends`: end the process where no layer would ever reach the kernel."""
     if model_runner.is_draft_worker:
         return  # its layers are judged one by one
+    if torch.version.hip is not None:
+        refuse("AMD GPUs are not covered (untested)")
     judge_device(torch.device(model_runner.device), refuse)
     backend = result.attn_backend
     if not covers(backend):
@@ -79,10 +81,10 @@ def covers(backend: Any) -> bool:
 
 def is_ours(module: Any) -> bool:
     """Whether a module is an attention that the hooks stand around."""
-    return type(module).__module__ in (
-        "sglang.srt.models.gemma3_causal",
-        "sglang.srt.models.gemma4_causal",
-    ) and type(module).__name__ in ("Gemma3Attention", "Gemma4Attention")
+    return (type(module).__module__, type(module).__name__) in (
+        ("sglang.srt.models.gemma3_causal", "Gemma3Attention"),
+        ("sglang.srt.models.gemma4_causal", "Gemma4Attention"),
+    )
 
 
 # --- What is covered ------------------------------------------------------------------------------------------------
@@ -112,9 +114,8 @@ def of_layer(attention: Any) -> str | None:
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if q_norm.eps != k_norm.eps:
         return "norms"
-    if type(attention).__name__ == "Gemma4Attention":
-        if reason := _of_gemma4(attention):
-            return reason
+    if type(attention).__name__ == "Gemma4Attention" and (reason := _of_gemma4(attention)):
+        return reason
     if {q_norm.weight.dtype, k_norm.weight.dtype} != {torch.bfloat16}:
         return "dtype"
     return None

@@ -195,5 +195,5 @@ def judge(command: ServeCommand) -> Iterator[str]:
         yield "--dllm-algorithm is not covered (untested)"
     for phase, covered in GRAPHS.items():
         if (kind := graph_kind(command, phase)) not in covered:
-            yield f"CUDA graphs of kind {kind} in {phase} are not covered; leave --cuda-graph-backend-{phase} out"
+            yield f"CUDA graphs of kind {kind} in {phase} are not covered; give --cuda-graph-backend-{phase} disabled"
     yield from uncovered(command, UNCOVERED)
