@@ -182,6 +182,7 @@ class Engine:
     top: int = 1
     http: httpx.Client = field(init=False)
     client: EngineClient = field(init=False)
+    accept_lengths: list[float] = field(default_factory=list)  # of a speculating server's answers
 
     def __post_init__(self) -> None:
         url = self.server.url
@@ -222,6 +223,8 @@ class Engine:
         lengths = {len(answer["output_ids"]) for answer in answers}
         if len(answers) != len(prompts) or lengths != {new_tokens}:
             raise self.failed(f"gave {lengths} of {new_tokens} tokens")
+        said = [answer["meta_info"].get("spec_accept_length") for answer in answers]
+        self.accept_lengths += [float(length) for length in said if length is not None]
         return min(int(answer["meta_info"]["cached_tokens"]) for answer in answers)
 
     def answer(self, case: Case, batch: int) -> list[Scores]:
@@ -251,13 +254,16 @@ def speed(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
         prompts = [prompt(5000 + 100 * repeat + n, options.context) for n in range(options.users)]
         engine.flush()  # room for these: a hybrid model keeps few states
         engine.generate(prompts, 1)  # into the cache
+        engine.accept_lengths.clear()
         begin = time.perf_counter()
         cached.append(engine.generate(prompts, options.decode))
         decode.append(options.users * options.decode / (time.perf_counter() - begin))
+    lengths = engine.accept_lengths  # of the last answers
     return {
         "prefill_tok_s": prefill[1:],
         "decode_tok_s": decode[1:],
         "decode_cached": (min(cached), options.context),
+        **({"accept_length": statistics.mean(lengths)} if lengths else {}),
     }
 
 
@@ -529,4 +535,5 @@ def figures_of(result: Result) -> dict[str, Any]:
             case: min(one.cached for one in scores) for case, scores in result.cases.items()
         },
         "counters": result.figures["counters"],
+        **{k: v for k, v in result.figures.items() if k == "accept_length"},
     }

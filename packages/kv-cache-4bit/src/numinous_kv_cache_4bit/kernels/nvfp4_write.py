@@ -60,6 +60,7 @@ from numinous_tooling.workbench import Tensors, Traffic
 __all__ = [
     "BLOCK",
     "MAX_DIM",
+    "Tile",
     "check_global",
     "encode",
     "nvfp4_write",
@@ -74,9 +75,16 @@ MAX_DIM = 512
 SMALLEST, LARGEST = 2.0**-64, 2.0**64
 """Global scales under which no intermediate leaves fp32's normal numbers."""
 
-WARPS = 4
-TILE = 32 * WARPS
-"""Blocks of 16 of a program: one a thread."""
+
+class Tile(NamedTuple):
+    """Blocks of 16 and warps of a program."""
+
+    blocks: int
+    warps: int
+
+
+TILE = Tile(128, 4)
+"""What the launcher takes: a block a thread."""
 
 Scale: TypeAlias = torch.Tensor | float
 
@@ -349,6 +357,7 @@ def nvfp4_write(
     k_global_scale: Scale = 1.0,
     v_global_scale: Scale = 1.0,
     scale_choice: ScaleChoice = "amax",
+    tile: Tile = TILE,
 ) -> None:
     """Quantise K and V of new tokens and write them at their slots; neither synchronises nor allocates for contiguous heads.
 
@@ -359,6 +368,7 @@ def nvfp4_write(
         k_scale_buffer, v_scale_buffer: uint8 [slots, heads, D / 16], likewise. None for k_scale_buffer: keys are FP8.
         k_global_scale, v_global_scale: a number in 2^-64 … 2^64, or an fp32 tensor of one element on the device, which is not read back.
         scale_choice: "amax", or "mse": of 11 scales for a block the one of least squared error, with global scales of what is NVFP4 that are numbers and powers of two.
+        tile: others are for the sweep of the workbench.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -380,11 +390,11 @@ def nvfp4_write(
             f"v_buffer: expected [{slots}, {heads}, D / 2] on {k_buffer.device}, got {list(v_buffer.shape)} on {v_buffer.device}"
         )
     blocks = tokens * heads * max(one.per_row, other.per_row)
-    if blocks >= 2**31 - TILE:
+    if blocks >= 2**31 - tile.blocks:
         raise ValueError(f"k: {tokens} tokens are too many for one call")
     if not blocks:
         return
-    _nvfp4_write_kernel[(triton.cdiv(blocks, TILE), 2)](
+    _nvfp4_write_kernel[(triton.cdiv(blocks, tile.blocks), 2)](
         one.words,
         other.words,
         loc,
@@ -408,10 +418,10 @@ def nvfp4_write(
         HEADS=heads,
         K_PER_ROW=one.per_row,
         V_PER_ROW=other.per_row,
-        TILE=TILE,
+        TILE=tile.blocks,
         SEARCH=scale_choice == "mse",
         NATIVE=rounding(k_buffer.device),
-        num_warps=WARPS,
+        num_warps=tile.warps,
     )
 
 

@@ -12,13 +12,13 @@ from numinous_kv_cache_4bit.kernels.codec import ScaleChoice
 from numinous_kv_cache_4bit.kernels.nvfp4_write import (
     BLOCK,
     TILE,
-    WARPS,
+    Tile,
     nvfp4_write,
     reference,
     traffic,
 )
 from numinous_kv_cache_4bit.workbench.kv4_write import EDGES
-from numinous_kv_cache_4bit.workbench.shared import engine_version
+from numinous_kv_cache_4bit.workbench.shared import engine_version, sweep
 from numinous_tooling.testing.tensors import assert_outputs_bitwise
 from numinous_tooling.workbench import Implementation, Op, Tensors, TritonBinary
 
@@ -146,7 +146,7 @@ def buffers_of(case: Case, inputs: Tensors) -> Tensors:
     return found
 
 
-def _call(function: Any, case: Case, inputs: Tensors) -> Tensors:
+def _call(function: Any, case: Case, inputs: Tensors, **launch: Any) -> Tensors:
     function(
         inputs["k"],
         inputs["v"],
@@ -155,6 +155,7 @@ def _call(function: Any, case: Case, inputs: Tensors) -> Tensors:
         k_global_scale=inputs["k_global"],
         v_global_scale=inputs["v_global"],
         scale_choice=case.choice,
+        **launch,
     )
     return {name: value for name, value in inputs.items() if name.endswith("_memory")}
 
@@ -310,13 +311,13 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
             "HEADS": case.heads,
             "K_PER_ROW": case.k_dim // BLOCK,
             "V_PER_ROW": case.v_dim // BLOCK,
-            "TILE": TILE,
+            "TILE": TILE.blocks,
             "SEARCH": case.choice == "mse",
             "NATIVE": 1,
             "gfx950": {"NATIVE": 0},
         },
         aligned=[*pointers, *(name for name, stride in strides.items() if stride % 16 == 0)],
-        options={"num_warps": WARPS},
+        options={"num_warps": TILE.warps},
         # A block lies in one thread: no exchange.
         required={"sm90": ("HMNMX2.XORSIGN", "LDG.E.128")},
         forbidden=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("BAR", "SHFL")),
@@ -404,3 +405,24 @@ OP = Op(
     bench_cases=_bench_cases(),
     bench_options={"l2": "rotate"},
 )
+
+SWEPT = (
+    *(Tile(32 * warps, warps) for warps in (1, 2, 8)),  # a block a thread
+    *(Tile(64 * warps, warps) for warps in (1, 2, 4)),  # two
+    *(Tile(128 * warps, warps) for warps in (1, 4)),
+)
+
+SWEEP = sweep(
+    OP,
+    lambda case, inputs, tile: _call(nvfp4_write, case, inputs, tile=tile),
+    SWEPT,
+    (
+        *(Case(tokens) for tokens in (64, 1024, 4096, 16384, 65536)),
+        *(Case(tokens, keys="fp8") for tokens in (4096, 16384)),
+        *(Case(tokens, choice="mse") for tokens in (64, 4096)),
+    ),
+)
+"""Other tiles beside the launcher's::
+
+    numinous bench numinous_kv_cache_4bit.workbench.nvfp4_write:SWEEP --arch sm90
+"""

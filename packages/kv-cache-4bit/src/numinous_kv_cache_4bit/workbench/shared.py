@@ -22,7 +22,7 @@ def engine_version() -> str:
 def launch_name(tile: Any) -> str:
     """`rows4-warps4-ahead`: a provider's name in a sweep, from the fields of the tile."""
     fields: dict[str, int] = tile._asdict()
-    ahead = "-ahead" if fields.pop("ahead") else ""
+    ahead = "-ahead" if fields.pop("ahead", False) else ""
     return "-".join(f"{name}{value}" for name, value in fields.items()) + ahead
 
 
