@@ -46,6 +46,7 @@ extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where
 }
 extern "C" void be_eager(int eager) { model::eager = eager != 0; }
 extern "C" long rows_asked() { return model::rows_asked; }
+extern "C" unsigned long list_asked(int last) { return (unsigned long)(last ? model::last_asked : model::first_asked); }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
 """
 
@@ -100,6 +101,26 @@ def test_rows_asked_for_on_the_model(compiled: Any) -> None:
         assert library.rows_asked() - before == case.requests * case.topk - 64 * tiles
 
 
+@pytest.mark.parametrize("ids", ["int32", "int64"])
+def test_list_asked_for_on_the_model(compiled: Any, ids: str) -> None:
+    """A block asks for its part of the list, in whole units of 16 bytes and no further."""
+    library = compiled(352)
+    library.list_asked.restype = ctypes.c_ulong
+    inputs = OP.make_inputs(case := Case(1, 6, 203, ids=ids, splits=2), 0, torch.device("cpu"))
+    # Not at a multiple of 16; the last block has tiles 2 and 3.
+    inputs["index"] = torch.cat([inputs["index"][0, 0, :1], inputs["index"][0, 0]])[1:].view(1, 1, -1)
+    run_model(library, case, inputs)
+    size = inputs["index"].element_size()
+    first = inputs["index"].data_ptr()
+    assert library.list_asked(0) == (first + 128 * size) // 16 * 16
+    assert library.list_asked(1) == -(-(first + 203 * size) // 16) * 16
+    dense = OP.make_inputs(case := Case(1, 6, 203, ids=ids, dense=True, splits=2), 0, torch.device("cpu"))
+    run_model(library, case, dense)
+    first = dense["page_table"].data_ptr()
+    assert library.list_asked(0) == (first + 2 * size) // 16 * 16
+    assert library.list_asked(1) == -(-(first + 4 * size) // 16) * 16
+
+
 @pytest.mark.parametrize(("heads", "whole"), [(5, 1), (20, 2), (70, 1)])
 def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: int) -> None:
     """The first tokens' blocks write the output, the others' parts; 70 heads are two blocks of a list."""
@@ -128,18 +149,32 @@ FAULTS = {
     "the output is not rescaled": ("o[1][i] *= alpha[i % 4 / 2]", "o[1][i] *= 1.0f"),
     "sums are not rescaled": ("sum[r] *= alpha[r];", ""),
     "the other warpgroup's maximum is not taken": ("{maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]}", "{most[0], most[1]}"),
-    "P is overwritten while it is read": ("      barrier_wait(empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);  // by", "      // by"),
-    "the last tile of the other warpgroup is left out": ("(turns - 1 & 1) != half", "false"),
+    "P is overwritten while it is read": ("    if (turn > 0) barrier_wait(of_half(empty, turn - 1, 1), parity_of(turn - 1));  // by", "    // by"),
+    "P is overwritten when a half is read": ("of_half(empty, turn - 1, 1), parity_of(turn - 1)", "of_half(empty, turn - 1, 0), parity_of(turn - 1)"),
+    "the first tile of the other warpgroup is left out": ("if (half == 1 && turns > 0) attend_theirs(0);", ""),
+    "the last tile of the other warpgroup is left out": ("if (turn + 1 < turns) attend_theirs", "if (turn + 2 < turns) attend_theirs"),
     "a tile is given back with products under way": ("    wgmma_wait();\n    hold(o[0]);\n    hold(o[1]);\n    if", "    if"),
+    "a half is given back with products under way": ("    wgmma_wait<1>();\n    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0]);",
+        "    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0]);"),
+    "the second half is given back with the first": ("barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0])",
+        "barrier_arrive(of_half(empty, turn, 0)), barrier_arrive(of_half(empty, turn, 1));\n    wgmma_wait();\n    hold(o[0])"),
     "scores are read while they are under way": ("    wgmma_wait();\n    hold(s);\n\n    float now", "    float now"),
-    "P not awaited": ("    barrier_wait(weighed, turn & 1);\n  };", "  };"),
-    "a tile is given back too early": ("    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);", ""),
-    "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (turn & 1));", ""),
+    "maxima not awaited": ("    barrier_wait(peaked, turn & 1);\n", ""),
+    "P not awaited": ("    barrier_wait(weighed, turn & 1);\n    multiply(turn);\n    give_back(turn);\n  };", "    multiply(turn);\n    give_back(turn);\n  };"),
+    "a tile is given back too early": ("    barrier_wait(of_half(empty, turn, group), parity_of(turn) ^ 1);", ""),
+    "a half waits for the other one's buffer": ("of_half(empty, turn, group), parity_of(turn) ^ 1", "of_half(empty, turn, 1 - group), parity_of(turn) ^ 1"),
+    "a half says that the other one is full": ("barrier_arrive(of_half(full, turn, group))", "barrier_arrive(of_half(full, turn, 1 - group))"),
+    "only the first half is awaited": ("    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };", "  };"),
+    "only the second half is awaited": ("    barrier_wait(of_half(full, turn, 0), parity_of(turn));\n    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };",
+        "    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };"),
+    "parity of a single buffer": ("return turn >> 1 & 1;", "return turn & 1;"),
+    "parity of eight buffers": ("return turn >> 1 & 1;", "return turn >> 2 & 1;"),
+    "a half is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 1));", ""),
     "values in the order of positions": ("(position & ~7) | (position & 1) << 2 | (position & 7) >> 1", "position"),
     "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
     "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
     "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
-    "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
+    "the last split ends early": ("return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));", "return tiles / splits * split;"),
 }  # fmt: skip
 
 

@@ -570,8 +570,8 @@ class Schedule(NamedTuple):
             parts, p = 4 * self.heads * (half + 8) * 4, self.heads * (2 * half + 16)
             return tile + parts + p + bias + self.heads * 4 + rest
         p = (2 if self.entry.startswith("narrow") else 1) * self.heads * 128
-        # Hopper's fifth barrier; four barriers and the address of tensor memory.
-        more = 40 if self.entry.startswith("heads") else 8
+        # Hopper's fifth to tenth barrier; four barriers and the address of tensor memory.
+        more = 40 if self.entry.startswith("heads") else 48
         return panels * self.heads * 128 + 2 * tile + p + 2 * bias + 1024 + rest + more
 
 
