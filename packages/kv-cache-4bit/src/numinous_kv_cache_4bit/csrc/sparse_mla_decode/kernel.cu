@@ -478,7 +478,7 @@ __device__ __forceinline__ void attend(const Params& p) {
 
   if (threadIdx.x >= kConsumers) {
     fewer_registers<kProducerRegisters>();
-    produce<R>(p, w, (threadIdx.x - kConsumers) / 128, base + S::kTiles,
+    produce<R>(p, w, uniform((threadIdx.x - kConsumers) / 128), base + S::kTiles,
                reinterpret_cast<float*>(shared + S::kBias), full, empty);
   } else {
     __syncthreads();
