@@ -56,7 +56,7 @@ struct Block {
   std::vector<Exchange> warps;
   std::vector<std::vector<std::vector<std::function<void()>>>> products;  // of each thread, groups under way; the last is not committed
   std::set<const uint8_t*> asked;  // rows that should be on their way to L2
-  long idle = 0;
+  long idle = 0, turn = 0;
   bool moved = false;
   const char* fault = nullptr;
 };
@@ -65,7 +65,8 @@ inline Index block_index{};
 inline long rows_asked = 0;  // of all blocks
 inline const uint8_t *first_asked = nullptr, *last_asked = nullptr;  // of what is no row, the last time
 inline bool eager = false;  // products are done as early as they may be
-constexpr long kPatience = 2;  // turns of all threads without any progress
+inline int slow = -1;  // a warpgroup that has one turn of four
+inline long patience() { return slow < 0 ? 2 : 8; }  // turns of all threads without any progress
 
 inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
 inline void fail(const char* why) {
@@ -151,7 +152,7 @@ inline void fence_for_wgmma() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() { model::block.products[model::block.current].emplace_back(); }
 template <int kLeft = 0> void wgmma_wait() {  // by a warp together: what one lane says afterwards, it says for all
-  model::yield();
+  for (const long turn = model::block.turn; model::block.turn == turn && !model::eager;) model::yield();
   auto& groups = model::block.products[model::block.current];
   while (groups.size() > kLeft + 1) {
     for (const auto& product : groups.front()) product();
@@ -307,10 +308,14 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
   }
   // A warp runs as far as it can get alone, so that a barrier that is missing is missed; first to last, then last to first.
   const unsigned warps = threads / 32;
-  for (unsigned left = threads, turn = 0; left != 0; ++turn) {
+  for (unsigned left = threads; left != 0; ++block.turn) {
     left = 0;
     for (unsigned w = 0; w < warps; ++w) {
-      const unsigned first = (turn % 2 == 0 ? w : warps - 1 - w) * 32;
+      const unsigned first = (block.turn % 2 == 0 ? w : warps - 1 - w) * 32;
+      if (int(first / 128) == slow && block.turn % 4 != 3) {
+        ++left;
+        continue;
+      }
       do {
         block.moved = false;
         for (unsigned i = first; i < first + 32; ++i) {
@@ -322,7 +327,7 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
       } while (block.moved);
       for (unsigned i = first; i < first + 32; ++i) left += !block.done[i];
     }
-    if (++block.idle > kPatience) return "threads wait for one another";
+    if (++block.idle > patience()) return "threads wait for one another";
   }
   return block.asked.empty() ? nullptr : "a row is asked for and not read";
 }

@@ -45,6 +45,7 @@ extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where
   return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
 }
 extern "C" void be_eager(int eager) { model::eager = eager != 0; }
+extern "C" void be_slow(int group) { model::slow = group; }
 extern "C" long rows_asked() { return model::rows_asked; }
 extern "C" unsigned long list_asked(int last) { return (unsigned long)(last ? model::last_asked : model::first_asked); }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
@@ -74,15 +75,19 @@ MODELLED = [
 @pytest.mark.parametrize("case", MODELLED, ids=case_id)
 def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
     """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions. Products are done as late as they
-    may be; under --full as early as they may be, too."""
+    may be; under --full as early as they may be, too, and each warpgroup in turn is slower than the others."""
     full = selection(request.config).full
     if case.width in (288, 528) and not full:
         pytest.skip("not in the quick selection: --full compiles and runs rows without rope")
     library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
-    for eager in (1, 0) if full else (0,):
-        library.be_eager(eager)
-        OP.compare(case, run_model(library, case, inputs), want)
+    try:
+        for eager, slow in ((1, -1), *((0, group) for group in range(-1, 4))) if full else ((0, -1),):
+            library.be_eager(eager)
+            library.be_slow(slow)
+            OP.compare(case, run_model(library, case, inputs), want)
+    finally:
+        library.be_slow(-1)
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
@@ -163,7 +168,6 @@ FAULTS = {
     "P not awaited": ("    barrier_wait(weighed, turn & 1);\n    multiply(turn);\n    give_back(turn);\n  };", "    multiply(turn);\n    give_back(turn);\n  };"),
     "a tile is given back too early": ("    barrier_wait(of_half(empty, turn, group), parity_of(turn) ^ 1);", ""),
     "a half waits for the other one's buffer": ("of_half(empty, turn, group), parity_of(turn) ^ 1", "of_half(empty, turn, 1 - group), parity_of(turn) ^ 1"),
-    "a half says that the other one is full": ("barrier_arrive(of_half(full, turn, group))", "barrier_arrive(of_half(full, turn, 1 - group))"),
     "only the first half is awaited": ("    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };", "  };"),
     "only the second half is awaited": ("    barrier_wait(of_half(full, turn, 0), parity_of(turn));\n    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };",
         "    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };"),
@@ -190,8 +194,11 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
         case = Case(1, 5, 400, splits=19)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
+    library = compiled(case.width, FAULTS[fault])
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for|nobody waits"):
-        OP.compare(case, run_model(compiled(case.width, FAULTS[fault]), case, inputs), want)
+        for slow in (-1, 2, 3, 0, 1):
+            library.be_slow(slow)
+            OP.compare(case, run_model(library, case, inputs), want)
 
 
 def test_debug_dump_on_the_model(

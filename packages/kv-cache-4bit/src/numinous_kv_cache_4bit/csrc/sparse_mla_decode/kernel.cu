@@ -36,10 +36,12 @@ constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
-// Asks for the block's part of its list in L2, by a warp: read a tile at a time, each would wait for device memory.
+// Asks for the block's part of its list in L2, by a warp: read a tile at a time, each would wait for device memory. Of a list of millions
+// the first 64 tiles, because rows want L2, too.
 __device__ __forceinline__ void prefetch_ids(const Params& p, const Work& w) {
+  const int end = min(w.end, w.begin + 64), bytes = p.wide_ids ? 8 : 4;
   const int64_t from = p.lengths != nullptr ? w.request * p.index_stride + w.begin : w.token * p.index_stride + w.begin * kTile;
-  const int count = p.lengths != nullptr ? w.end - w.begin : min(w.end * kTile, w.length) - w.begin * kTile, bytes = p.wide_ids ? 8 : 4;
+  const int count = p.lengths != nullptr ? end - w.begin : min(end * kTile, w.length) - w.begin * kTile;
   const uint64_t first = reinterpret_cast<uint64_t>(p.index) + from * bytes;
   const uint64_t at = first & ~uint64_t(15);  // the 16 bytes that an id lies in are memory of the table's allocation
   if (count > 0) prefetch_bytes(reinterpret_cast<const uint8_t*>(at), uint32_t((first + uint64_t(count) * bytes + 15 & ~uint64_t(15)) - at));
