@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -72,6 +73,16 @@ MODELLED = [
 ]
 
 
+def check_orders(library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int]) -> None:
+    """Right with each of these warpgroups slower than the others; -1: none."""
+    try:
+        for group in slow:
+            library.be_slow(group)
+            OP.compare(case, run_model(library, case, inputs), want)
+    finally:
+        library.be_slow(-1)
+
+
 @pytest.mark.parametrize("case", MODELLED, ids=case_id)
 def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
     """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions. Products are done as late as they
@@ -81,13 +92,11 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
         pytest.skip("not in the quick selection: --full compiles and runs rows without rope")
     library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
-    try:
-        for eager, slow in ((1, -1), *((0, group) for group in range(-1, 4))) if full else ((0, -1),):
-            library.be_eager(eager)
-            library.be_slow(slow)
-            OP.compare(case, run_model(library, case, inputs), want)
-    finally:
-        library.be_slow(-1)
+    if full:
+        library.be_eager(1)
+        OP.compare(case, run_model(library, case, inputs), want)
+        library.be_eager(0)
+    check_orders(library, case, inputs, want, (-1, 0, 1, 2, 3) if full else (-1,))
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
@@ -113,13 +122,17 @@ def test_list_asked_for_on_the_model(compiled: Any, ids: str) -> None:
     library.list_asked.restype = ctypes.c_ulong
     inputs = OP.make_inputs(case := Case(1, 6, 203, ids=ids, splits=2), 0, torch.device("cpu"))
     # Not at a multiple of 16; the last block has tiles 2 and 3.
-    inputs["index"] = torch.cat([inputs["index"][0, 0, :1], inputs["index"][0, 0]])[1:].view(1, 1, -1)
+    inputs["index"] = torch.cat([inputs["index"][0, 0, :1], inputs["index"][0, 0]])[1:].view(
+        1, 1, -1
+    )
     run_model(library, case, inputs)
     size = inputs["index"].element_size()
     first = inputs["index"].data_ptr()
     assert library.list_asked(0) == (first + 128 * size) // 16 * 16
     assert library.list_asked(1) == -(-(first + 203 * size) // 16) * 16
-    dense = OP.make_inputs(case := Case(1, 6, 203, ids=ids, dense=True, splits=2), 0, torch.device("cpu"))
+    dense = OP.make_inputs(
+        case := Case(1, 6, 203, ids=ids, dense=True, splits=2), 0, torch.device("cpu")
+    )
     run_model(library, case, dense)
     first = dense["page_table"].data_ptr()
     assert library.list_asked(0) == (first + 2 * size) // 16 * 16
@@ -196,9 +209,7 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
     want = OP.reference(case, inputs)
     library = compiled(case.width, FAULTS[fault])
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for|nobody waits"):
-        for slow in (-1, 2, 3, 0, 1):
-            library.be_slow(slow)
-            OP.compare(case, run_model(library, case, inputs), want)
+        check_orders(library, case, inputs, want, (-1, 2, 3, 0, 1))
 
 
 def test_debug_dump_on_the_model(
