@@ -184,6 +184,8 @@ FAULTS = {
     "only the first half is awaited": ("    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };", "  };"),
     "only the second half is awaited": ("    barrier_wait(of_half(full, turn, 0), parity_of(turn));\n    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };",
         "    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };"),
+    "the second half's rows count like the first one's": ("bias[buffer * kTile + row] = raw", "bias[buffer * kTile + row % kHalf] = raw"),
+    "a short list fills one half only": ("  __syncthreads();  // barriers are made", "  __syncthreads();\n  if (w.length <= kHalf && group == 1) return;"),
     "parity of a single buffer": ("return turn >> 1 & 1;", "return turn & 1;"),
     "parity of eight buffers": ("return turn >> 1 & 1;", "return turn >> 2 & 1;"),
     "a half is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 1));", ""),
@@ -203,6 +205,8 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
     case = Case(1, 33, 70 if fault.startswith("the last") else 330, pattern="edges", splits=1)
     if fault.startswith("the last"):
         case = Case(1, 33, 190, splits=2)
+    if fault.startswith("a short list"):
+        case = Case(1, 33, 20, splits=1)
     if fault.startswith(("groups", "parts")):
         case = Case(1, 5, 400, splits=19)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
