@@ -3,9 +3,9 @@
 // A model of one block of sm_90a on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
 // thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
 // their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
-// Products are done when they are waited for, or, eager, at once: what they read must stand still in between. What is not modelled: proxies,
-// register handover, time. Shared memory starts as NaN. Rows that are asked for in L2 are only counted: one that is not read afterwards
-// is a fault.
+// Products are done when their group is waited for, after all others have run, or, eager, at once: what they read must stand still in between.
+// What is not modelled: proxies, register handover, time. Shared memory starts as NaN. Rows that are asked for in L2 are only counted: one
+// that is not read afterwards is a fault.
 
 #pragma once
 
@@ -54,17 +54,19 @@ struct Block {
   std::map<uint32_t, MBarrier> barriers;
   std::map<int, Named> named;
   std::vector<Exchange> warps;
-  std::vector<std::vector<std::function<void()>>> products;  // of each thread, under way
+  std::vector<std::vector<std::vector<std::function<void()>>>> products;  // of each thread, groups under way; the last is not committed
   std::set<const uint8_t*> asked;  // rows that should be on their way to L2
-  long idle = 0;
+  long idle = 0, turn = 0;
   bool moved = false;
   const char* fault = nullptr;
 };
 inline Block block;
 inline Index block_index{};
 inline long rows_asked = 0;  // of all blocks
+inline const uint8_t *first_asked = nullptr, *last_asked = nullptr;  // of what is no row, the last time
 inline bool eager = false;  // products are done as early as they may be
-constexpr long kPatience = 2;  // turns of all threads without any progress
+inline int slow = -1;  // a warpgroup that has one turn of four
+inline long patience() { return slow < 0 ? 2 : 8; }  // turns of all threads without any progress
 
 inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
 inline void fail(const char* why) {
@@ -148,18 +150,21 @@ inline void fence_after_init() {}
 inline void start_next_grid() {}
 inline void fence_for_wgmma() {}
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-inline void wgmma_wait() {  // by a warp together: what one lane says afterwards, it says for all
-  auto& products = model::block.products[model::block.current];
-  for (const auto& product : products) product();
-  products.clear();
+inline void wgmma_commit() { model::block.products[model::block.current].emplace_back(); }
+template <int kLeft = 0> void wgmma_wait() {  // by a warp together: what one lane says afterwards, it says for all
+  for (const long turn = model::block.turn; model::block.turn == turn && !model::eager;) model::yield();
+  auto& groups = model::block.products[model::block.current];
+  while (groups.size() > kLeft + 1) {
+    for (const auto& product : groups.front()) product();
+    groups.erase(groups.begin());
+  }
   model::exchanged(0, 0);
 }
 template <int kCount> void hold(float (&)[kCount]) {}
 template <int> void more_registers() {}
 template <int> void fewer_registers() {}
 
-inline int uniform(int v) { return v; }
+inline int uniform(int v, int lane = 0) { return int(model::exchanged(uint32_t(v), lane)); }
 
 inline void barrier_init(uint32_t at, int count) { model::block.barriers[at] = {count, count, 0}; }
 inline void barrier_arrive(uint32_t at) {
@@ -211,12 +216,24 @@ inline uint4 load_row(const uint8_t* p) {
   std::memcpy(&v, p, 16);
   return v;
 }
-template <int kBytes> void prefetch_row(const uint8_t* p) {
-  static_assert(kBytes % 16 == 0, "16 bytes are the unit");
-  if (reinterpret_cast<uintptr_t>(p) % 16 != 0) model::fail("misaligned row is asked for");
-  model::block.asked.insert(p);
-  ++model::rows_asked;
+inline void ask_together(const uint8_t* p, uint32_t bytes) {
+  const uint32_t low = uint32_t(reinterpret_cast<uintptr_t>(p));
+  if (low % 16 != 0 || bytes % 16 != 0 || bytes == 0) model::fail("what is asked for is not in units of 16 bytes");
+  if (model::exchanged(low, 0) != low) model::fail("lanes have asked for different bytes");
 }
+inline void prefetch_bytes(const uint8_t* p, uint32_t bytes) {
+  model::first_asked = p;
+  model::last_asked = p + bytes;
+  ask_together(p, bytes);
+}
+template <int kBytes> void prefetch_row(const uint8_t* p) {
+  if (model::block.current % 32 == 0) {
+    model::block.asked.insert(p);
+    ++model::rows_asked;
+  }
+  ask_together(p, kBytes);
+}
+inline const uint8_t* settled(const uint8_t* p) { return p; }
 template <class T> void store_shared(uint32_t to, T v) { std::memcpy(model::at(to, sizeof v), &v, sizeof v); }
 
 // Element (outer, inner) of an operand of 16 inner values. PTX ISA, matrix descriptor and canonical layouts of 128-byte swizzle:
@@ -255,7 +272,7 @@ void multiply_add(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
 template <bool kMnMajorA, bool kMnMajorB, int kRegisters>
 void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
   if (model::eager) return multiply_add<kMnMajorA, kMnMajorB>(d, a, b, add);
-  model::block.products[model::block.current].push_back([&d, a, b, add] { multiply_add<kMnMajorA, kMnMajorB>(d, a, b, add); });
+  model::block.products[model::block.current].back().push_back([&d, a, b, add] { multiply_add<kMnMajorA, kMnMajorB>(d, a, b, add); });
 }
 
 }  // namespace numinous
@@ -265,7 +282,7 @@ namespace model {
 inline void (*body)();
 inline void start() {
   body();
-  if (!block.products[block.current].empty()) fail("products that nobody waits for");
+  if (block.products[block.current].size() != 1 || !block.products[block.current].back().empty()) fail("products that nobody waits for");
   block.done[block.current] = true;
   progress();
   while (true) yield();
@@ -280,7 +297,7 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
   block.contexts.resize(threads);
   block.done.assign(threads, false);
   block.warps.resize(threads / 32);
-  block.products.resize(threads);
+  block.products.assign(threads, std::vector<std::vector<std::function<void()>>>(1));
   constexpr size_t kStack = 96 * 1024;
   for (unsigned i = 0; i < threads; ++i) {
     block.stacks.emplace_back(new char[kStack]);
@@ -291,10 +308,14 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
   }
   // A warp runs as far as it can get alone, so that a barrier that is missing is missed; first to last, then last to first.
   const unsigned warps = threads / 32;
-  for (unsigned left = threads, turn = 0; left != 0; ++turn) {
+  for (unsigned left = threads; left != 0; ++block.turn) {
     left = 0;
     for (unsigned w = 0; w < warps; ++w) {
-      const unsigned first = (turn % 2 == 0 ? w : warps - 1 - w) * 32;
+      const unsigned first = (block.turn % 2 == 0 ? w : warps - 1 - w) * 32;
+      if (int(first / 128) == slow && block.turn % 4 != 3) {
+        ++left;
+        continue;
+      }
       do {
         block.moved = false;
         for (unsigned i = first; i < first + 32; ++i) {
@@ -306,7 +327,7 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
       } while (block.moved);
       for (unsigned i = first; i < first + 32; ++i) left += !block.done[i];
     }
-    if (++block.idle > kPatience) return "threads wait for one another";
+    if (++block.idle > patience()) return "threads wait for one another";
   }
   return block.asked.empty() ? nullptr : "a row is asked for and not read";
 }

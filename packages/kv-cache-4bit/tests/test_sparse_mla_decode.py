@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -45,7 +46,9 @@ extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where
   return stored<R>(swizzled(64, row, (R::kFourBit ? 32 : 16) * producer_quarter(thread)), k, j);
 }
 extern "C" void be_eager(int eager) { model::eager = eager != 0; }
+extern "C" void be_slow(int group) { model::slow = group; }
 extern "C" long rows_asked() { return model::rows_asked; }
+extern "C" unsigned long list_asked(int last) { return (unsigned long)(last ? model::last_asked : model::first_asked); }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
 """
 
@@ -70,18 +73,30 @@ MODELLED = [
 ]
 
 
+def check_orders(library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int]) -> None:
+    """Right with each of these warpgroups slower than the others; -1: none."""
+    try:
+        for group in slow:
+            library.be_slow(group)
+            OP.compare(case, run_model(library, case, inputs), want)
+    finally:
+        library.be_slow(-1)
+
+
 @pytest.mark.parametrize("case", MODELLED, ids=case_id)
 def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
     """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions. Products are done as late as they
-    may be; under --full as early as they may be, too."""
+    may be; under --full as early as they may be, too, and each warpgroup in turn is slower than the others."""
     full = selection(request.config).full
     if case.width in (288, 528) and not full:
         pytest.skip("not in the quick selection: --full compiles and runs rows without rope")
     library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
-    for eager in (1, 0) if full else (0,):
-        library.be_eager(eager)
+    if full:
+        library.be_eager(1)
         OP.compare(case, run_model(library, case, inputs), want)
+        library.be_eager(0)
+    check_orders(library, case, inputs, want, (-1, 0, 1, 2, 3) if full else (-1,))
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
@@ -98,6 +113,30 @@ def test_rows_asked_for_on_the_model(compiled: Any) -> None:
         before = library.rows_asked()
         run_model(library, case, OP.make_inputs(case, 0, torch.device("cpu")))
         assert library.rows_asked() - before == case.requests * case.topk - 64 * tiles
+
+
+@pytest.mark.parametrize("ids", ["int32", "int64"])
+def test_list_asked_for_on_the_model(compiled: Any, ids: str) -> None:
+    """A block asks for its part of the list, in whole units of 16 bytes and no further."""
+    library = compiled(352)
+    library.list_asked.restype = ctypes.c_ulong
+    inputs = OP.make_inputs(case := Case(1, 6, 203, ids=ids, splits=2), 0, torch.device("cpu"))
+    # Not at a multiple of 16; the last block has tiles 2 and 3.
+    inputs["index"] = torch.cat([inputs["index"][0, 0, :1], inputs["index"][0, 0]])[1:].view(
+        1, 1, -1
+    )
+    run_model(library, case, inputs)
+    size = inputs["index"].element_size()
+    first = inputs["index"].data_ptr()
+    assert library.list_asked(0) == (first + 128 * size) // 16 * 16
+    assert library.list_asked(1) == -(-(first + 203 * size) // 16) * 16
+    dense = OP.make_inputs(
+        case := Case(1, 6, 203, ids=ids, dense=True, splits=2), 0, torch.device("cpu")
+    )
+    run_model(library, case, dense)
+    first = dense["page_table"].data_ptr()
+    assert library.list_asked(0) == (first + 2 * size) // 16 * 16
+    assert library.list_asked(1) == -(-(first + 4 * size) // 16) * 16
 
 
 @pytest.mark.parametrize(("heads", "whole"), [(5, 1), (20, 2), (70, 1)])
@@ -128,18 +167,33 @@ FAULTS = {
     "the output is not rescaled": ("o[1][i] *= alpha[i % 4 / 2]", "o[1][i] *= 1.0f"),
     "sums are not rescaled": ("sum[r] *= alpha[r];", ""),
     "the other warpgroup's maximum is not taken": ("{maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]}", "{most[0], most[1]}"),
-    "P is overwritten while it is read": ("      barrier_wait(empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);  // by", "      // by"),
-    "the last tile of the other warpgroup is left out": ("(turns - 1 & 1) != half", "false"),
+    "P is overwritten while it is read": ("    if (turn > 0) barrier_wait(of_half(empty, turn - 1, 1), parity_of(turn - 1));  // by", "    // by"),
+    "P is overwritten when a half is read": ("of_half(empty, turn - 1, 1), parity_of(turn - 1)", "of_half(empty, turn - 1, 0), parity_of(turn - 1)"),
+    "the first tile of the other warpgroup is left out": ("if (half == 1 && turns > 0) attend_theirs(0);", ""),
+    "the last tile of the other warpgroup is left out": ("if (turn + 1 < turns) attend_theirs", "if (turn + 2 < turns) attend_theirs"),
     "a tile is given back with products under way": ("    wgmma_wait();\n    hold(o[0]);\n    hold(o[1]);\n    if", "    if"),
+    "a half is given back with products under way": ("    wgmma_wait<1>();\n    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0]);",
+        "    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0]);"),
+    "the second half is given back with the first": ("barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0])",
+        "barrier_arrive(of_half(empty, turn, 0)), barrier_arrive(of_half(empty, turn, 1));\n    wgmma_wait();\n    hold(o[0])"),
     "scores are read while they are under way": ("    wgmma_wait();\n    hold(s);\n\n    float now", "    float now"),
-    "P not awaited": ("    barrier_wait(weighed, turn & 1);\n  };", "  };"),
-    "a tile is given back too early": ("    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);", ""),
-    "a tile is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (turn & 1));", ""),
+    "maxima not awaited": ("    barrier_wait(peaked, turn & 1);\n", ""),
+    "P not awaited": ("    barrier_wait(weighed, turn & 1);\n    multiply(turn);\n    give_back(turn);\n  };", "    multiply(turn);\n    give_back(turn);\n  };"),
+    "a tile is given back too early": ("    barrier_wait(of_half(empty, turn, group), parity_of(turn) ^ 1);", ""),
+    "a half waits for the other one's buffer": ("of_half(empty, turn, group), parity_of(turn) ^ 1", "of_half(empty, turn, 1 - group), parity_of(turn) ^ 1"),
+    "only the first half is awaited": ("    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };", "  };"),
+    "only the second half is awaited": ("    barrier_wait(of_half(full, turn, 0), parity_of(turn));\n    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };",
+        "    barrier_wait(of_half(full, turn, 1), parity_of(turn));\n  };"),
+    "the second half's rows count like the first one's": ("bias[buffer * kTile + row] = raw", "bias[buffer * kTile + row % kHalf] = raw"),
+    "a short list fills one half only": ("  __syncthreads();  // barriers are made", "  __syncthreads();\n  if (w.length <= kHalf && group == 1) return;"),
+    "parity of a single buffer": ("return turn >> 1 & 1;", "return turn & 1;"),
+    "parity of eight buffers": ("return turn >> 1 & 1;", "return turn >> 2 & 1;"),
+    "a half is never given back": ("if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 1));", ""),
     "values in the order of positions": ("(position & ~7) | (position & 1) << 2 | (position & 7) >> 1", "position"),
     "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
     "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
     "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
-    "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
+    "the last split ends early": ("return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));", "return tiles / splits * split;"),
 }  # fmt: skip
 
 
@@ -151,12 +205,15 @@ def test_faults_on_the_model(compiled: Any, fault: str, request: pytest.FixtureR
     case = Case(1, 33, 70 if fault.startswith("the last") else 330, pattern="edges", splits=1)
     if fault.startswith("the last"):
         case = Case(1, 33, 190, splits=2)
+    if fault.startswith("a short list"):
+        case = Case(1, 33, 20, splits=1)
     if fault.startswith(("groups", "parts")):
         case = Case(1, 5, 400, splits=19)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
+    library = compiled(case.width, FAULTS[fault])
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|asked for|nobody waits"):
-        OP.compare(case, run_model(compiled(case.width, FAULTS[fault]), case, inputs), want)
+        check_orders(library, case, inputs, want, (-1, 2, 3, 0, 1))
 
 
 def test_debug_dump_on_the_model(

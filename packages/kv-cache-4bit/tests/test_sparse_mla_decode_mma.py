@@ -65,7 +65,7 @@ FAULTS = {
     "a half is given back too early": ("barrier_wait(empty + 8 * half, tile - w.begin & 1);", ""),
     "a half is never given back": ("    if (lane == 0) barrier_arrive(empty + 8 * half);\n", ""),
     "the output over what is still read": ("named_barrier(kAllConsumers, kConsumers);  // the tile and all factors are read", ""),
-    "the last split ends early": ("return int(int64_t(tiles) * split / splits);", "return tiles / splits * split;"),
+    "the last split ends early": ("return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));", "return tiles / splits * split;"),
 }  # fmt: skip
 
 

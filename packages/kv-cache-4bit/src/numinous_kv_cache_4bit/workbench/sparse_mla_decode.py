@@ -357,6 +357,10 @@ def _cases() -> tuple[Case, ...]:
         Case(3, 10, 130, 288, 3, "int64", dense=True, splits=2),
         Case(2, 16, 70, 656, 2, dense=True, splits=1, sink=True),
         Case(1, 16, 40, scale=4.0, splits=1),
+        # Less than half a tile, an odd number of halves.
+        Case(1, 40, 20, splits=1),
+        Case(1, 34, 90, 656, pattern="edges", splits=1),
+        Case(1, 7, 155, 656, splits=1),
         # Buffers in their second and third turn.
         Case(1, 9, 330, splits=1),
         Case(1, 40, 330, 528, splits=1),

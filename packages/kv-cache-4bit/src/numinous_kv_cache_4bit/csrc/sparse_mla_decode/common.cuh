@@ -108,8 +108,8 @@ struct Raw {
   __device__ __forceinline__ void fetch(const Params& p, int64_t slot, int quarter) {
     valid = slot >= 0 && slot < p.slots;
     const uint4 zero = {0, 0, 0, 0};
-    const uint8_t* row = p.pool + (valid ? slot : 0) * p.pool_stride;
-    const uint8_t* mine = row + 16 * quarter;  // chunk_of(quarter, k) is quarter + 4k
+    const uint8_t* row = settled(p.pool + (valid ? slot : 0) * p.pool_stride);
+    const uint8_t* mine = settled(row + 16 * quarter);  // chunk_of(quarter, k) is quarter + 4k
 #pragma unroll
     for (int k = 0; k < R::kChunks; ++k) codes[k] = valid ? load_row(mine + 16 * chunk_of(0, k)) : zero;
 #pragma unroll

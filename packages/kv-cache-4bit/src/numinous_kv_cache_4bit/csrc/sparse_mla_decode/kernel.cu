@@ -3,10 +3,11 @@
 // Sparse MLA decode on Hopper: out = softmax(scale · q · Kᵀ) · V over the rows that a query names, K = latent and rope, V = latent.
 //
 // A block has one query token, up to 64 of its heads, and a run of tiles of 64 rows (split-K). Producers gather scattered rows into
-// registers, a tile ahead, decode them to bf16 and store a tile of two that lie in shared memory, swizzled; consumers multiply.
+// registers, a tile ahead, decode them to bf16 and store a tile of two that lie in shared memory, swizzled; consumers multiply. Tiles are
+// filled and given back by halves of 32 rows: four buffers, of which two side by side are one operand of S.
 //
-//   wide    33 … 64 heads: S = Q · Kᵀ [heads, rows]. Two warpgroups, each with half of a tile's rows in S, and after they have
-//           exchanged row maxima and P, each with half of the latent in O = P · V.
+//   wide    33 … 64 heads: S = Q · Kᵀ [heads, rows]. Two warpgroups have S and softmax of a tile by turns, and each half of the latent
+//           in O = P · V of all tiles.
 //   narrow  up to 16 or 32 heads, so that nothing is padded to 64: Sᵀ = K · Qᵀ [rows, heads], Oᵀ = Vᵀ · Pᵀ [latent, heads]. Two
 //           warpgroups with every other tile each and a softmax of its own; they meet at the end.
 //
@@ -35,34 +36,59 @@ constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
-// One of two warpgroups that fill tiles, half of the rows each. While the consumers work on a tile, a thread has a quarter of a row of the
-// next one under way in its registers, rows of the one after that are on their way to L2, and so are ids of a further one to registers.
+// Asks for the block's part of its list in L2, by a warp: read a tile at a time, each would wait for device memory. Of a list of millions
+// the first 64 tiles, because rows want L2, too.
+__device__ __forceinline__ void prefetch_ids(const Params& p, const Work& w) {
+  const int end = min(w.end, w.begin + 64), bytes = p.wide_ids ? 8 : 4;
+  const int64_t from = p.lengths != nullptr ? w.request * p.index_stride + w.begin : w.token * p.index_stride + w.begin * kTile;
+  const int count = p.lengths != nullptr ? end - w.begin : min(end * kTile, w.length) - w.begin * kTile;
+  const uint64_t first = reinterpret_cast<uint64_t>(p.index) + from * bytes;
+  const uint64_t at = first & ~uint64_t(15);  // the 16 bytes that an id lies in are memory of the table's allocation
+  if (count > 0) prefetch_bytes(reinterpret_cast<const uint8_t*>(at), uint32_t((first + uint64_t(count) * bytes + 15 & ~uint64_t(15)) - at));
+}
+
+// Barrier of half `half` of the tile at turn `turn`, and the parity of the phase in which it is filled and given back.
+__device__ __forceinline__ uint32_t of_half(uint32_t barriers, int turn, int half) { return barriers + 16 * (turn & 1) + 8 * half; }
+__device__ __forceinline__ uint32_t parity_of(int turn) { return turn >> 1 & 1; }
+
+// The warpgroup that fills half `group` of every tile, and waits for nothing but these halves. While the consumers work on a tile, a thread
+// has a quarter of a row of the next one under way in its registers, rows of the one after that are on their way to L2, and ids of a further
+// one to registers.
 template <class R>
 __device__ __forceinline__ void produce(const Params& p, const Work& w, int group, uint32_t tiles, float* bias, uint32_t full,
                                         uint32_t empty) {
-  static_assert(kTile == kRowsOfPass * kProducerGroups, "a thread has a quarter of one row");
+  static_assert(kHalf == kRowsOfPass && kProducerGroups == 2, "a thread has a quarter of one row");
   const int thread = threadIdx.x % 128, quarter = producer_quarter(thread), row = producer_row(thread, group, kProducerGroups, 0);
   const auto prefetch = [&](Entry e) {
     const int64_t slot = slot_of(p, e, row);
-    if (quarter == 0 && slot >= 0 && slot < p.slots) prefetch_row<R::kBytes>(p.pool + slot * p.pool_stride);
+    const uint64_t at = slot >= 0 && slot < p.slots ? reinterpret_cast<uint64_t>(p.pool + slot * p.pool_stride) : 0;
+#pragma unroll
+    for (int lane = 0; lane < 8; ++lane) {  // one of each row of the warp
+      const uint64_t one = uint64_t(uint32_t(uniform(int(at >> 32), lane))) << 32 | uint32_t(uniform(int(at), lane));
+      if (one != 0) prefetch_row<R::kBytes>(reinterpret_cast<const uint8_t*>(one));
+    }
   };
   Raw<R> raw;
   const Entry first = entry_of(p, w, w.begin, row);
   Entry next = entry_of(p, w, w.begin + 1, row), later = entry_of(p, w, w.begin + 2, row);
+  __syncthreads();  // barriers are made
   raw.fetch(p, slot_of(p, first, row), quarter);
   prefetch(next);
+  if (group == 0 && thread < 32) prefetch_ids(p, w);
   for (int tile = w.begin; tile < w.end; ++tile) {
     const int turn = tile - w.begin, buffer = turn & 1;
-    barrier_wait(empty + 8 * buffer, (turn >> 1 & 1) ^ 1);
+    barrier_wait(of_half(empty, turn, group), parity_of(turn) ^ 1);
     decode(raw, tiles + buffer * R::kTileBytes, row, quarter);
     if (quarter == 0) bias[buffer * kTile + row] = raw.valid ? 0.0f : -kInf;
     // The fence may wait for loads that are under way, and so would whoever waits for the tile.
     fence_for_wgmma();
-    barrier_arrive(full + 8 * buffer);
+    barrier_arrive(of_half(full, turn, group));
+    // In front of the rows, which are waited for together with them.
+    const Entry latest = entry_of(p, w, tile + 3, row);
     raw.fetch(p, slot_of(p, next, row), quarter);
     prefetch(later);
     next = later;
-    later = entry_of(p, w, tile + 3, row);
+    later = latest;
   }
 }
 
@@ -93,7 +119,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
   const float* bias = reinterpret_cast<const float*>(shared + S::kBias);
   float* stat = reinterpret_cast<float*>(shared + S::kStat);  // sums [half][head]
   float* maxima = stat + 128;                                 // [head] so far, of whoever wrote P
-  const uint32_t full = base + S::kBarriers, empty = full + 16, weighed = full + 32;
+  const uint32_t full = base + S::kBarriers, empty = full + 32, peaked = full + 64, weighed = full + 72;
 
   const uint64_t q_at = descriptor(base + S::kQ, 16, kGroupBytes), p_at = descriptor(base + S::kP, 16, kGroupBytes);
   load_q<R, 64>(p, w, base + S::kQ);
@@ -123,7 +149,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
       }
     }
   };
-  // Products of P with this warpgroup's half of V, put under way.
+  // Products of P with this warpgroup's half of V, put under way, those of the tile's first half first.
   const auto multiply = [&](int turn) {
     const uint64_t v_at =
         descriptor(base + S::kTiles + (turn & 1) * R::kTileBytes + mn_major_step(4 * half, 0), kTilePanelBytes, kGroupBytes);
@@ -131,34 +157,43 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     hold(o[1]);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step)
+    for (int step = 0; step < kTile / 16; ++step) {
 #pragma unroll
       for (int part = 0; part < 2; ++part)
         wgmma<false, true>(o[part], further(p_at, k_major_step(64, 0, step)), further(v_at, mn_major_step(2 * part, step)), true);
-    wgmma_commit();
+      if (step % 2 == 1) wgmma_commit();
+    }
   };
-  // They are done: tile and P are read.
+  // They are done: both halves of the tile, and with the second one P, are read.
   const auto give_back = [&](int turn) {
+    wgmma_wait<1>();
+    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 0));
     wgmma_wait();
     hold(o[0]);
     hold(o[1]);
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * (turn & 1));
+    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 1));
   };
-  // The other warpgroup has P of its tile.
-  const auto wait_for_theirs = [&](int turn) {
-    barrier_wait(full + 8 * (turn & 1), turn >> 1 & 1);
-    barrier_wait(weighed, turn & 1);
+  const auto wait_for_tile = [&](int turn) {
+    barrier_wait(of_half(full, turn, 0), parity_of(turn));
+    barrier_wait(of_half(full, turn, 1), parity_of(turn));
   };
+  // The other warpgroup's tile, in front of the own one that follows it: that one may still be on its way, and to be filled the tile behind
+  // it waits for this one. Maxima are known before P is.
   const auto attend_theirs = [&](int turn) {
+    wait_for_tile(turn);
+    barrier_wait(peaked, turn & 1);
     const float now[2] = {maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]};
     rise(now);
+    barrier_wait(weighed, turn & 1);
     multiply(turn);
+    give_back(turn);
   };
 
   const int turns = w.end - w.begin;
+  if (half == 1 && turns > 0) attend_theirs(0);
   for (int turn = half; turn < turns; turn += 2) {
     const int buffer = turn & 1;
-    barrier_wait(full + 8 * buffer, turn >> 1 & 1);
+    wait_for_tile(turn);
     NUMINOUS_DUMP(turn == 0, dump_tile<R>(p.debug, shared + S::kTiles))
     const uint64_t k_at = descriptor(base + S::kTiles + buffer * R::kTileBytes, 16, kGroupBytes);
     float s[32];  // [head, row]
@@ -167,49 +202,36 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     for (int step = 0; step < R::kPanels * 4; ++step)
       wgmma<false, false>(s, further(q_at, k_major_step(64, 0, step)), further(k_at, k_major_step(kTile, 0, step)), step > 0);
     wgmma_commit();
-    if (turn > 0) wait_for_theirs(turn - 1);
     wgmma_wait();
     hold(s);
 
-    float now[2], added[2];
-    const auto weigh = [&]() {
-      now[0] = most[0];
-      now[1] = most[1];
-      added[0] = added[1] = 0.0f;
+    float now[2] = {most[0], most[1]}, added[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        s[i] = biased(s[i], bias[buffer * kTile + fragment_column(thread, i)]);
-        now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
-        now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
-      }
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        NUMINOUS_DUMP(turn == 0, p.debug[kDebugS + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
-        s[i] = exp2_fast(s[i] * p.scale_log2 - exponent_of(p, now[i % 4 / 2]));
-        added[i % 4 / 2] += s[i];
-        NUMINOUS_DUMP(turn == 0, p.debug[kDebugP + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
-      }
-    };
-    // Twice, because the compiler has products wait for one another where a path leads past their wait.
-    if (turn > 0) {
-      attend_theirs(turn - 1);
-      weigh();
-      give_back(turn - 1);
-      barrier_wait(empty + 8 * (buffer ^ 1), (turn - 1) >> 1 & 1);  // by both warpgroups: P is free
-    } else {
-      weigh();
+    for (int i = 0; i < 32; ++i) {
+      s[i] = biased(s[i], bias[buffer * kTile + fragment_column(thread, i)]);
+      now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 32; i += 2)
-      store_shared(base + S::kP + swizzled(64, fragment_row(thread, i), fragment_column(thread, i)), bf16_pair(s[i], s[i + 1]));
+    for (int r = 0; r < 2; ++r) {
+      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
+      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
+    }
     if (thread % 4 == 0) {
       maxima[fragment_row(thread, 0)] = now[0];
       maxima[fragment_row(thread, 2)] = now[1];
     }
+    barrier_arrive(peaked);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      NUMINOUS_DUMP(turn == 0, p.debug[kDebugS + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
+      s[i] = exp2_fast(s[i] * p.scale_log2 - exponent_of(p, now[i % 4 / 2]));
+      added[i % 4 / 2] += s[i];
+      NUMINOUS_DUMP(turn == 0, p.debug[kDebugP + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
+    }
+    if (turn > 0) barrier_wait(of_half(empty, turn - 1, 1), parity_of(turn - 1));  // by both warpgroups: P is free
+#pragma unroll
+    for (int i = 0; i < 32; i += 2)
+      store_shared(base + S::kP + swizzled(64, fragment_row(thread, i), fragment_column(thread, i)), bf16_pair(s[i], s[i + 1]));
     fence_for_wgmma();
     barrier_arrive(weighed);
     rise(now);
@@ -218,11 +240,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     barrier_wait(weighed, turn & 1);
     multiply(turn);
     give_back(turn);
-  }
-  if (turns > 0 && (turns - 1 & 1) != half) {
-    wait_for_theirs(turns - 1);
-    attend_theirs(turns - 1);
-    give_back(turns - 1);
+    if (turn + 1 < turns) attend_theirs(turn + 1);
   }
 
 #pragma unroll
@@ -286,7 +304,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
   const uint32_t base = shared_address(shared);
   const float* bias = reinterpret_cast<const float*>(shared + S::kBias) + group * kTile;
   float* stat = reinterpret_cast<float*>(shared + S::kStat) + group * 4 * kHeads;  // [warp][head]
-  const uint32_t full = base + S::kBarriers + 8 * group, empty = full + 16;
+  const uint32_t full = base + S::kBarriers, empty = full + 32;
   const uint32_t k = base + S::kTiles + group * R::kTileBytes, probabilities = base + S::kP + group * S::kPBytes;
   const uint64_t q_at = descriptor(base + S::kQ, 16, kGroupBytes), p_at = descriptor(probabilities, 16, kGroupBytes);
   const uint64_t k_at = descriptor(k, 16, kGroupBytes), v_at = descriptor(k, kTilePanelBytes, kGroupBytes);
@@ -306,8 +324,9 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     sum[c] = 0.0f;
   }
 
-  for (int tile = w.begin + group; tile < w.end; tile += 2) {
-    barrier_wait(full, (tile - w.begin) >> 1 & 1);
+  for (int turn = group; turn < w.end - w.begin; turn += 2) {
+    barrier_wait(of_half(full, turn, 0), parity_of(turn));
+    barrier_wait(of_half(full, turn, 1), parity_of(turn));
 
     float s[kRegisters];  // [64 rows, heads]
     wgmma_fence();
@@ -353,10 +372,10 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
       sum[own_head(i)] += weight;
       store_shared(probabilities + swizzled(kHeads, fragment_column(thread, i), fragment_row(thread, i)),
                    uint16_t(bf16_pair(weight, 0.0f)));
-      NUMINOUS_DUMP(tile == w.begin, const int at = fragment_column(thread, i) * kTile + fragment_row(thread, i);
+      NUMINOUS_DUMP(turn == 0, const int at = fragment_column(thread, i) * kTile + fragment_row(thread, i);
                     p.debug[kDebugS + at] = s[i]; p.debug[kDebugP + at] = weight)
     }
-    NUMINOUS_DUMP(tile == w.begin, dump_tile<R>(p.debug, shared + S::kTiles))
+    NUMINOUS_DUMP(turn == 0, dump_tile<R>(p.debug, shared + S::kTiles))
     fence_for_wgmma();
     named_barrier(kOneWarpgroup + group, 128);
 
@@ -364,16 +383,21 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     for (int panel = 0; panel < kLatentPanels; ++panel) hold(o[panel]);
     wgmma_fence();
 #pragma unroll
-    for (int panel = 0; panel < kLatentPanels; ++panel)
+    for (int part = 0; part < 2; ++part) {  // halves of the tile
 #pragma unroll
-      for (int step = 0; step < kTile / 16; ++step)
-        wgmma<true, false>(o[panel], further(v_at, mn_major_step(panel, step)),
-                           further(p_at, k_major_step(kHeads, 0, step)), true);
-    wgmma_commit();
+      for (int panel = 0; panel < kLatentPanels; ++panel)
+#pragma unroll
+        for (int step = 2 * part; step < 2 * part + 2; ++step)
+          wgmma<true, false>(o[panel], further(v_at, mn_major_step(panel, step)),
+                             further(p_at, k_major_step(kHeads, 0, step)), true);
+      wgmma_commit();
+    }
+    wgmma_wait<1>();
+    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 0));
     wgmma_wait();
 #pragma unroll
     for (int panel = 0; panel < kLatentPanels; ++panel) hold(o[panel]);
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty);
+    if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 1));
   }
 
   named_barrier(kOneWarpgroup + group, 128);  // maxima are read
@@ -437,26 +461,29 @@ __device__ __forceinline__ void attend(const Params& p) {
   using S = Plan<R, kHeads, kWide>;
   uint8_t* shared = dynamic_shared();
   shared += (1024 - shared_address(shared) % 1024) % 1024;
-  const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 16;
+  const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 32;
   const Work w = work_of(p, kHeads);
   if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
   if (no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      barrier_init(full + 8 * buffer, 128 * kProducerGroups);
-      barrier_init(empty + 8 * buffer, kWide ? 8 : 4);  // warps that read a tile
+    for (int half = 0; half < 4; ++half) {
+      barrier_init(full + 8 * half, 128);
+      barrier_init(empty + 8 * half, kWide ? 8 : 4);  // warps that read a tile
     }
-    if (kWide) barrier_init(empty + 16, 128);
+    if (kWide) {
+      barrier_init(empty + 32, 128);  // peaked
+      barrier_init(empty + 40, 128);  // weighed
+    }
     fence_after_init();
   }
-  __syncthreads();
 
   if (threadIdx.x >= kConsumers) {
     fewer_registers<kProducerRegisters>();
-    produce<R>(p, w, (threadIdx.x - kConsumers) / 128, base + S::kTiles,
-                                reinterpret_cast<float*>(shared + S::kBias), full, empty);
+    produce<R>(p, w, uniform((threadIdx.x - kConsumers) / 128), base + S::kTiles,
+               reinterpret_cast<float*>(shared + S::kBias), full, empty);
   } else {
+    __syncthreads();
     more_registers<kConsumerRegisters>();
     if constexpr (kWide) {
       consume_wide<R>(p, w, shared);

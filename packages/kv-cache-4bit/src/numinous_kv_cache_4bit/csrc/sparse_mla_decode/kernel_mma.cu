@@ -40,7 +40,6 @@
 namespace numinous {
 
 constexpr int kAllConsumers = 1;  // name of a barrier; 0 is __syncthreads
-constexpr int kHalf = kTile / 2;  // rows
 constexpr int kInnerParts = 4;    // of S: part i has steps i of each panel, 16 values each
 constexpr int kPartStride = kHalf + 8;  // floats of a head of a part: fragments fall into different banks
 constexpr int kPStride = 2 * kHalf + 16;  // bytes of a head of P: rows of a matrix do

@@ -16,6 +16,7 @@
 namespace numinous {
 
 constexpr int kTile = 64;        // rows of a K tile
+constexpr int kHalf = kTile / 2; // rows that are filled and given back together, where a tile is so by halves
 constexpr int kLatent = 512;     // latent values of a row: all of V
 constexpr int kPanelDims = 64;   // bf16 values in 128 bytes, the width of a swizzled panel
 constexpr int kLatentPanels = kLatent / kPanelDims;
@@ -87,8 +88,8 @@ struct Plan {
   static constexpr int kPBytes = kHeads * 128;
   static constexpr int kBias = kP + (kWide ? 1 : 2) * kPBytes;  // [2][64]: 0, or -inf for a row that is none
   static constexpr int kStat = kBias + 2 * kTile * 4;           // [256]: maxima and sums under exchange
-  static constexpr int kBarriers = kStat + 256 * 4;             // full[2], empty[2], wide: weighed
-  static constexpr int kBytes = kBarriers + 5 * 8 + 1024;       // the last for the start
+  static constexpr int kBarriers = kStat + 256 * 4;             // full[2][2], empty[2][2] of halves of tiles, wide: peaked, weighed
+  static constexpr int kBytes = kBarriers + 10 * 8 + 1024;      // the last for the start
   static constexpr int kStage = kTiles;                         // output, fp32 [heads][kStageStride], when all tiles are read
   static_assert(kTiles % 1024 == 0 && R::kTileBytes % 1024 == 0 && kPBytes % 1024 == 0, "panels begin at multiples of 1024");
   static_assert(kHeads * kStageStride * 4 <= kBias - kStage, "the output's stage does not fit");
@@ -120,8 +121,9 @@ NUMINOUS_HD int fragment_column(uint32_t thread, int i) { return i / 4 * 8 + int
 
 NUMINOUS_HD int tiles_of(int length) { return length / kTile + (length % kTile != 0); }
 
-// First tile of a split; that of split `splits` is the end.
-NUMINOUS_HD int first_tile(int tiles, int splits, int split) { return int(int64_t(tiles) * split / splits); }
+// First tile of a split; that of split `splits` is the end. Fewer than 2^25 tiles, at most 64 splits: a quotient of 32 bits, the other takes a
+// block a hundred instructions.
+NUMINOUS_HD int first_tile(int tiles, int splits, int split) { return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits)); }
 
 // Groups of 64 threads that join a head's splits.
 constexpr int kJoinGroups = 4;

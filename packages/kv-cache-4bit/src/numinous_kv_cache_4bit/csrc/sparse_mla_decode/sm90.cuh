@@ -12,7 +12,11 @@ namespace numinous {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until at most the `kLeft` youngest groups of products are under way.
+template <int kLeft = 0>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
 
 // Registers that WGMMA works on may not move across this.
 template <int kCount>
@@ -86,8 +90,8 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bo
       : "l"(a), "l"(b), "r"(int(add)), "n"(int(kMnMajorA)), "n"(int(kMnMajorB)));
 }
 
-// The same in all lanes of a warp, and known to be so: descriptors stay in uniform registers.
-__device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
+// What a lane has, the same in all lanes of a warp and known to be so: descriptors stay in uniform registers.
+__device__ __forceinline__ int uniform(int v, int lane = 0) { return __shfl_sync(~0u, v, lane); }
 
 // --- Barriers ---------------------------------------------------------------------------------------------------------------
 
@@ -136,10 +140,17 @@ __device__ __forceinline__ uint4 load_row(const uint8_t* p) {  // of a row: read
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-// Asks for the bytes of a row in L2, and for no others: rows begin at multiples of 16, not of a line.
+// Asks for bytes in L2, and for no others: 16 and multiples of it, from a multiple of 16 on. By a warp together, for one address: with a
+// lane's own the compiler makes a loop over lanes.
+__device__ __forceinline__ void prefetch_bytes(const uint8_t* p, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+}
 template <int kBytes>
-__device__ __forceinline__ void prefetch_row(const uint8_t* p) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "n"(kBytes));
+__device__ __forceinline__ void prefetch_row(const uint8_t* p) { prefetch_bytes(p, kBytes); }
+// An address that loads name with a constant behind it, and not each anew.
+__device__ __forceinline__ const uint8_t* settled(const uint8_t* p) {
+  asm volatile("" : "+l"(p));
+  return p;
 }
 __device__ __forceinline__ void store_shared(uint32_t at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
