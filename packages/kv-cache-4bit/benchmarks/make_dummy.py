@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a dummy checkpoint of a real MLA architecture with few layers: config, byte tokenizer, bf16 weights.
+"""Write a dummy checkpoint of a real architecture with few layers: config, byte tokenizer, bf16 weights.
 
     python packages/kv-cache-4bit/benchmarks/make_dummy.py --arch glm-flash --out dummy-flash
 
@@ -8,9 +8,10 @@
 | glm-flash | Glm5NextForConditionalGeneration | 8, of which 2 are full attention | 64 heads, latent 512, no rope, k-pool indexer 4 → 2048 |
 | glm-dsa | GlmMoeDsaForCausalLM | 9, of which 3 index | 64 heads, latent 512 + rope 64, indexer top-k 2048 |
 | deepseek-v3 | DeepseekV3ForCausalLM | 6 | 64 heads, latent 512 + rope 64, dense |
+| qwen35 | Qwen3_5ForCausalLM | 8, of which 2 are full attention | 24 query and 4 KV heads of 256 with gates; Gated DeltaNet, 16 and 48 heads of 128 |
 
-1.4 to 2.4 GB; ``--tiny`` cuts hidden size, heads and experts too (a few MB; of these the CPU engine runs deepseek-v3, the
-kernels of the sparse ones need a GPU). ``--draft`` adds the NextN layer, for ``--speculative-algorithm EAGLE``; ``--layers`` takes another number
+1.4 to 2.4 GB; ``--tiny`` cuts hidden size, heads and experts too (a few MB; of these the CPU engine runs deepseek-v3 and, with what `tests/gdn_server.py`
+stands in for, qwen35; the kernels of the sparse ones need a GPU). ``--draft`` adds the NextN layer (not of qwen35), for ``--speculative-algorithm EAGLE``; ``--layers`` takes another number
 of layers.
 
 *Weights* are random but not flat, so that logits, attention and the indexer's choice depend on the prompt: matrices are normal with
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-ARCHS = ("glm-flash", "glm-dsa", "deepseek-v3")
+ARCHS = ("glm-flash", "glm-dsa", "deepseek-v3", "qwen35")
 BOS, EOS = 256, 257  # behind the 256 bytes
 
 Config = dict[str, Any]
@@ -68,8 +69,8 @@ class Weight:
         return values.to(torch.bfloat16)
 
 
-def norm(name: str, size: int) -> Weight:
-    return Weight(f"{name}.weight", (size,), fill=1.0)
+def norm(name: str, size: int, fill: float = 1.0) -> Weight:
+    return Weight(f"{name}.weight", (size,), fill=fill)
 
 
 def linear(name: str, outputs: int, inputs: int, gain: float = 1.0) -> Weight:
@@ -81,6 +82,10 @@ def linear(name: str, outputs: int, inputs: int, gain: float = 1.0) -> Weight:
 
 def text_config(arch: str, tiny: bool, draft: bool) -> Config:
     """Fields that the language model reads."""
+    if arch == "qwen35":
+        if draft:
+            raise SystemExit("qwen35 is made without a draft; leave --draft out")
+        return _qwen35(tiny)
     config: Config = {
         "hidden_size": 128 if tiny else 2048,
         "intermediate_size": 256 if tiny else 4096,
@@ -165,6 +170,42 @@ def text_config(arch: str, tiny: bool, draft: bool) -> Config:
     }
 
 
+def _qwen35(tiny: bool) -> Config:
+    """Dense Qwen 3.5; tiny: every second layer is full attention, so that there are two in four."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 128 if tiny else 2048,
+        "intermediate_size": 256 if tiny else 4096,
+        "num_hidden_layers": 4 if tiny else 8,
+        "full_attention_interval": 2 if tiny else 4,
+        "num_attention_heads": 4 if tiny else 24,
+        "num_key_value_heads": 2 if tiny else 4,
+        "head_dim": 64 if tiny else 256,
+        "attn_output_gate": True,
+        "linear_num_key_heads": 2 if tiny else 16,
+        "linear_num_value_heads": 4 if tiny else 48,
+        "linear_key_head_dim": 32 if tiny else 128,
+        "linear_value_head_dim": 32 if tiny else 128,
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        "vocab_size": 512 if tiny else 32768,
+        "max_position_embeddings": 4096 if tiny else 262144,
+        "rope_parameters": {
+            "rope_theta": 10000000.0,
+            "rope_type": "default",
+            "partial_rotary_factor": 0.25,
+        },
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+    }
+
+
 def model_config(arch: str, tiny: bool, draft: bool, layers: int | None = None) -> Config:
     """The whole config.json."""
     text = text_config(arch, tiny, draft)
@@ -193,8 +234,9 @@ def model_config(arch: str, tiny: bool, draft: bool, layers: int | None = None) 
 
 
 def is_linear(c: Config, layer: int) -> bool:
-    """KDA instead of MLA: in glm-flash all but every fourth layer; its draft layer is MLA."""
-    return "linear_num_heads" in c and layer % 4 != 3 and layer < c["num_hidden_layers"]
+    """Linear attention: in glm-flash and qwen35 all but every fourth layer; a draft layer has none."""
+    every = 4 if "linear_num_heads" in c else c.get("full_attention_interval", 1)
+    return (layer + 1) % every != 0 and layer < c["num_hidden_layers"]
 
 
 def has_indexer(c: Config, layer: int) -> bool:
@@ -214,16 +256,23 @@ def attention_layers(c: Config) -> tuple[int, int]:
 def weights(c: Config) -> Iterator[list[Weight]]:
     """Weights of a text config, a list per file."""
     hidden, layers = c["hidden_size"], c["num_hidden_layers"]
-    for number in range(layers + c["num_nextn_predict_layers"]):
+    qwen = c["model_type"] == "qwen3_5_text"
+    one = 0.0 if qwen else 1.0  # Qwen's norms add 1 to their weights
+    for number in range(layers + c.get("num_nextn_predict_layers", 0)):
         at = f"model.layers.{number}"
         made = [
-            norm(f"{at}.input_layernorm", hidden),
-            norm(f"{at}.post_attention_layernorm", hidden),
+            norm(f"{at}.input_layernorm", hidden, one),
+            norm(f"{at}.post_attention_layernorm", hidden, one),
         ]
-        made += _delta(f"{at}.self_attn", c) if is_linear(c, number) else _mla(f"{at}.self_attn", c)
+        if qwen:
+            made += _gated_delta(at, c) if is_linear(c, number) else _gqa(at, c)
+        elif is_linear(c, number):
+            made += _delta(f"{at}.self_attn", c)
+        else:
+            made += _mla(f"{at}.self_attn", c)
         if not is_linear(c, number) and has_indexer(c, number):
             made += _indexer(f"{at}.self_attn.indexer", c)
-        dense = number < c["first_k_dense_replace"]
+        dense = number < c.get("first_k_dense_replace", layers)
         made += _mlp(f"{at}.mlp", c, c["intermediate_size"]) if dense else _moe(f"{at}.mlp", c)
         if number >= layers:
             made += [
@@ -233,7 +282,7 @@ def weights(c: Config) -> Iterator[list[Weight]]:
         yield made
     yield [
         Weight("model.embed_tokens.weight", (c["vocab_size"], hidden), gain=math.sqrt(hidden)),
-        norm("model.norm", hidden),
+        norm("model.norm", hidden, one),
         linear("lm_head", c["vocab_size"], hidden, gain=3.0),
     ]
 
@@ -292,6 +341,38 @@ def _delta(at: str, c: Config) -> list[Weight]:
         ),  # a memory of tens to hundreds of tokens
         norm(f"{at}.o_norm", dim),
         linear(f"{at}.o_proj", hidden, width, gain=2 * _residual(c)),
+    ]
+
+
+def _gqa(at: str, c: Config) -> list[Weight]:
+    """Attention with grouped queries, norms of heads and a gate beside each query; scores of spread 3."""
+    hidden, dim = c["hidden_size"], c["head_dim"]
+    heads, kv = c["num_attention_heads"], c["num_key_value_heads"]
+    return [
+        linear(f"{at}.self_attn.q_proj", 2 * heads * dim, hidden),
+        linear(f"{at}.self_attn.k_proj", kv * dim, hidden),
+        linear(f"{at}.self_attn.v_proj", kv * dim, hidden),
+        norm(f"{at}.self_attn.q_norm", dim, 2.0),
+        norm(f"{at}.self_attn.k_norm", dim, 0.0),
+        linear(f"{at}.self_attn.o_proj", hidden, heads * dim, gain=4 * _residual(c)),
+    ]
+
+
+def _gated_delta(at: str, c: Config) -> list[Weight]:
+    """Gated DeltaNet."""
+    hidden, heads, dim = c["hidden_size"], c["linear_num_value_heads"], c["linear_value_head_dim"]
+    keys, width = c["linear_num_key_heads"] * c["linear_key_head_dim"], heads * dim
+    at = f"{at}.linear_attn"
+    return [
+        linear(f"{at}.in_proj_qkv", 2 * keys + width, hidden),
+        linear(f"{at}.in_proj_z", width, hidden),
+        linear(f"{at}.in_proj_b", heads, hidden),
+        linear(f"{at}.in_proj_a", heads, hidden),
+        Weight(f"{at}.conv1d.weight", (2 * keys + width, 1, c["linear_conv_kernel_dim"])),
+        Weight(f"{at}.A_log", (heads,), fill=(-1.0, 1.0)),
+        Weight(f"{at}.dt_bias", (heads,), fill=(-4.0, -1.0)),
+        norm(f"{at}.norm", dim),
+        linear(f"{at}.out_proj", hidden, width, gain=2 * _residual(c)),
     ]
 
 

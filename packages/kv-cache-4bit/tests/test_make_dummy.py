@@ -109,7 +109,9 @@ def test_tokens_are_bytes(dummy: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == text.removesuffix("<eos>")
 
 
-@pytest.mark.parametrize(("arch", "without"), [("deepseek-v3", {0, 1, 2}), ("glm-dsa", {2})])
+@pytest.mark.parametrize(
+    ("arch", "without"), [("deepseek-v3", {0, 1, 2}), ("glm-dsa", {2}), ("qwen35", {0, 1, 2})]
+)
 def test_dummies_of_transformers_models(
     dummy: Any, tmp_path: Path, arch: str, without: set[int]
 ) -> None:

@@ -59,6 +59,14 @@ SLIDING_ARCHITECTURES = (
     "Gemma4UnifiedForConditionalGeneration",
 )
 """Of the models that have a pool for sliding windows, the ones whose attention was read."""
+HYBRID_ARCHITECTURES = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",  # Qwen 3.5, 3.6 and 3.8, text only
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
+"""Of the models with linear attention (Gated DeltaNet), likewise."""
 FP8, NVFP4 = "fp8", "nvfp4"
 NVFP4_KEYS = Option(
     name=f"{flag_of(NVFP4_TRITON)}_KEYS",

@@ -13,7 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    unwrap_write_loc,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from numinous_kv_cache_4bit.engine import nvfp4_triton as feature
@@ -290,6 +294,47 @@ class Nvfp4SwaPool(SWAKVPool):
     def decoded(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`Nvfp4Pool.decoded`, of slots of the layer's pool."""
         return self._attending_pool().decoded(slots)
+
+
+class Nvfp4HybridPool(HybridLinearKVPool):
+    """That of models with linear attention: an `Nvfp4Pool` for the layers of full attention, stock's pool for the states of the others.
+
+    The engine's own code gives the inner pool its layers' numbers, moves slots, and copies them to the host together with states.
+
+    Args:
+        full_kv_pool: an `Nvfp4Pool` whose layers count from 0.
+        named: of `HybridLinearKVPool`.
+    """
+
+    full_kv_pool: Nvfp4Pool
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        dcp_kv_mask: torch.Tensor | None = None,
+    ) -> None:
+        """`Nvfp4Pool.set_kv_buffer` of the layer; stock's own makes 1.0 of scales that are not given."""
+        super().set_kv_buffer(layer, loc, cache_k, cache_v, k_scale, v_scale, dcp_kv_mask)
+
+    @contextmanager
+    def attending(self, layer_id: int, table: torch.Tensor, batch: Any) -> Iterator[None]:
+        """One layer's attention over a batch; see `Nvfp4Pool.attending`."""
+        with self.full_kv_pool.attending(self._transfer_full_attention_id(layer_id), table, batch):
+            yield
+
+    @property
+    def attended(self) -> Buffers:
+        """Those of the layer that is attended to."""
+        return self.full_kv_pool.attended
+
+    def decoded(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Nvfp4Pool.decoded`."""
+        return self.full_kv_pool.decoded(slots)
 
 
 def write(

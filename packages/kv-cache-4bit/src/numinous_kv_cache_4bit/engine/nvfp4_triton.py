@@ -13,6 +13,8 @@
            reads a chunk's own keys and values from there as well, so a prefill sees somewhat more of the quantisation than on the Triton backend.
 *Windows*  Models with sliding windows have two pools, each packed (`Nvfp4SwaPool`). The engine hands over lists that are cut to the window and
            hold ids of the sliding layers' pool, so neither kernel knows of it. On a GPU only: the CPU platform builds one pool for all layers.
+*Hybrids*  Models with linear attention (Gated DeltaNet) keep their states in a pool of their own, which stays stock's. The engine's `HybridLinearKVPool` holds an `Nvfp4Pool`
+           of the full-attention layers alone, and gives it their numbers among themselves.
 *Ranks*    Every rank has its own heads of the same tokens; nothing here decides what runs.
 """
 
@@ -27,6 +29,7 @@ import torch
 from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import DIMS, decode_attention_nvfp4
 from numinous_kv_cache_4bit.options import (
     FP8,
+    HYBRID_ARCHITECTURES,
     NVFP4_KEYS,
     NVFP4_SCALES,
     NVFP4_TRITON,
@@ -90,7 +93,7 @@ def before_pool_sizing(configurator: Any) -> None:
     if configurator.is_hybrid_swa:
         _check_sliding(configurator)
     if configurator.mambaish_config:
-        refuse("models with linear attention or Mamba layers are not covered yet")
+        _check_hybrid(configurator)
     if model.is_encoder_decoder:
         refuse("models with cross attention are not covered")
     if model.head_dim != model.v_head_dim or model.head_dim % NVFP4_BLOCK:
@@ -135,19 +138,42 @@ def _check_sliding(configurator: Any) -> None:
         )
 
 
+def _check_hybrid(configurator: Any) -> None:
+    """End the process unless this model with linear attention is covered."""
+    (architecture, *_) = configurator.model_config.hf_config.architectures
+    if architecture not in HYBRID_ARCHITECTURES:
+        refuse(
+            f"of models with linear attention or Mamba layers {', '.join(HYBRID_ARCHITECTURES)} are covered, "
+            f"this one is a {architecture}"
+        )
+
+
 def _on_gpu(configurator: Any) -> bool:
     """Whether the engine serves there; the CPU platform may do its work on a machine with one."""
     return torch.device(configurator.device).type != "cpu"
 
 
 def _shape(configurator: Any) -> tuple[int, int, int]:
-    """KV heads of a rank, values of a head, layers."""
+    """KV heads of a rank, values of a head, layers that keep keys and values."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     model = configurator.model_config
     heads = model.get_num_kv_heads(parallel.attn_tp_size, parallel.attn_dcp_size)
-    return heads, model.head_dim, configurator.layer_info.num_effective_layers
+    layers = configurator.layer_info.num_effective_layers
+    if configurator.mambaish_config:
+        layers = len(_full_layers(configurator))
+    return heads, model.head_dim, layers
+
+
+def _full_layers(configurator: Any) -> list[int]:
+    """Of a model with linear attention, the layers of this rank that keep keys and values."""
+    info = configurator.layer_info
+    return [
+        number
+        for number in configurator.mambaish_config.full_attention_layer_ids
+        if info.start_layer <= number < info.end_layer
+    ]
 
 
 def _sliding_shape(configurator: Any) -> tuple[int, int, int]:
@@ -197,12 +223,21 @@ def around_pool(
     original: Callable[..., Any], configurator: Any, *, max_total_num_tokens: int, **of_stock: Any
 ) -> Any:
     """`KVCacheConfigurator._build_mha_kv_pool` and `_build_oot_mha_kv_pool`: the pool of packed buffers."""
+    if of_stock.get("quant_method") is not None or configurator.post_capture_kv_active:
+        refuse("the engine would build a pool of another kind for this launch")
+    info = configurator.layer_info
+    return _packed(
+        configurator,
+        max_total_num_tokens,
+        start_layer=info.start_layer,
+        end_layer=info.end_layer,
+    )
+
+
+def _packed(configurator: Any, max_total_num_tokens: int, **layers_of_rank: int) -> Any:
+    """An `Nvfp4Pool` for all layers of this rank that keep keys and values."""
     from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4Pool
 
-    if of_stock.get("quant_method") is not None or getattr(
-        configurator, "post_capture_kv_active", False
-    ):
-        refuse("the engine would build a pool of another kind for this launch")
     heads, head_dim, layers = _shape(configurator)
     return Nvfp4Pool(
         max_total_num_tokens,
@@ -213,12 +248,39 @@ def around_pool(
         layer_num=layers,
         device=configurator.device,
         enable_memory_saver=False,
-        start_layer=configurator.layer_info.start_layer,
-        end_layer=configurator.layer_info.end_layer,
         enable_alt_stream=False,
+        **layers_of_rank,
         shadowed=_shadow_dtype(configurator) is not None,
         fp8_keys=fp8_keys(),
         scale_choice=option_value(NVFP4_SCALES),
+    )
+
+
+def around_hybrid_pool(
+    original: Callable[..., Any],
+    configurator: Any,
+    *,
+    max_total_num_tokens: int,
+    req_to_token_pool: Any,
+    **of_stock: Any,
+) -> Any:
+    """`KVCacheConfigurator._build_hybrid_linear_kv_pool`: packed buffers for full attention; the states' pool is the one that stock made."""
+    from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4HybridPool
+
+    if configurator.post_capture_kv_active:
+        refuse("the engine would build a pool of another kind for this launch")
+    heads, head_dim, _ = _shape(configurator)
+    return Nvfp4HybridPool(
+        size=max_total_num_tokens,
+        page_size=configurator.pool_page_size,
+        dtype=configurator.kv_cache_dtype,
+        head_num=heads,
+        head_dim=head_dim,
+        full_attention_layer_ids=_full_layers(configurator),
+        device=configurator.device,
+        mamba_pool=req_to_token_pool.mamba_pool,
+        start_layer=configurator.layer_info.start_layer,
+        full_kv_pool=_packed(configurator, max_total_num_tokens),
     )
 
 
@@ -260,11 +322,13 @@ def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:
     """`KVCacheConfigurator._build_token_to_kv_pool`: no other pool may stand where memory was counted for ours."""
     from sglang.srt.utils import log_info_on_rank0
 
-    from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4Pool, Nvfp4SwaPool
+    from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4HybridPool, Nvfp4Pool, Nvfp4SwaPool
 
     if isinstance(result, Nvfp4SwaPool):
         log_info_on_rank0(logger, f"{NVFP4_TRITON}: {_of_two(result)}")
         return
+    if isinstance(result, Nvfp4HybridPool):
+        result = result.full_kv_pool
     if not isinstance(result, Nvfp4Pool):
         refuse(f"the engine builds a {type(result).__name__} for this launch, not covered")
     heads, head_dim, layers = _shape(configurator)
@@ -315,6 +379,23 @@ def around_attention(
     pool = backend.token_to_kv_pool
     with pool.attending(layer.layer_id, backend.req_to_token_pool.req_to_token, forward_batch):
         return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
+
+
+def around_hybrid_attention(
+    original: Callable[..., Any],
+    backend: Any,
+    q: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    layer: Any = None,
+    forward_batch: Any = None,
+    save_kv_cache: bool = True,
+    **more: Any,
+) -> Any:
+    """`HybridLinearAttnBackend.forward`, of both kinds of layers: those of full attention as above, the others are stock's."""
+    if not backend._is_full_attn(layer, more.get("layer_id")):
+        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
+    return around_attention(original, backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
 
 
 def around_fused_write(original: Callable[..., bool], forward_batch: Any) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Declaration of ``kv4.nvfp4_triton``: NVFP4 in the cache of MHA and GQA models, on the Triton attention backend and on the CPU platform.
 
-*Seam*      the two sizings, the builders of a uniform MHA pool (two) and of that of models with sliding windows, the one method through which every attention backend is called, the
-            constructor of the Triton backend, which names the two kernels it calls, and what lets models write to a bf16 pool themselves.
+*Seam*      the two sizings, the builders of a uniform MHA pool (two), of that of models with sliding windows and of that of models with linear attention, the two methods through
+            which attention backends are called, the constructor of the Triton backend, which names the two kernels it calls, and what lets models write to a bf16 pool themselves.
 *Why*       Stock 0.5.20 takes ``--kv-cache-dtype nvfp4`` on Blackwell only, not on its Triton backend (which ends with a KeyError there), and
             nowhere without CUDA. Nobody can ask what it costs a model without the GPU.
 *Flag*      ``NUMINOUS_KV4_NVFP4_TRITON=1``, without ``--kv-cache-dtype``. ``…_KEYS=fp8`` keeps keys in FP8, ``…_SCALES=mse`` searches block scales.
@@ -23,6 +23,8 @@ from numinous_tooling.patching.serve_command import ServeCommand
 ATTENTION = "sglang.srt.layers.attention"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator:KVCacheConfigurator"
 FORWARD = f"{ATTENTION}.base_attn_backend:AttentionBackend.forward"
+HYBRID = f"{ATTENTION}.hybrid_linear_attn_backend:HybridLinearAttnBackend"
+HYBRID_POOL = "sglang.srt.mem_cache.memory_pool:HybridLinearKVPool"
 FUSED_WRITE = "sglang.srt.models.utils:enable_fused_set_kv_buffer"
 NATIVE = f"{ATTENTION}.torch_native_backend:TorchNativeAttnBackend"
 OURS = "numinous_kv_cache_4bit.engine.nvfp4_triton"
@@ -195,6 +197,53 @@ FEATURE = Feature(
                 ),
                 # Lists of sliding layers hold ids of their own pool.
                 stock_pin(f"{ATTENTION}.triton_backend:update_sliding_window_buffer", "7d1e644d298088b8"),
+            ),
+        ),
+        Hook(
+            id="kv4.nvfp4_triton.11",
+            target=f"{CONFIGURATOR}._build_hybrid_linear_kv_pool",
+            kind="around",
+            call=f"{OURS}:around_hybrid_pool",
+            pins=(
+                stock_pin(f"{CONFIGURATOR}._build_hybrid_linear_kv_pool", "10332d90b89100ed"),
+                # The states' share of the memory, taken before the cache's; it does not ask for the bytes of a token.
+                stock_pin(f"{CONFIGURATOR}._handle_max_mamba_cache", "226c892d78fc52a8"),
+                Pin(
+                    f"{HYBRID_POOL}.__init__",
+                    {STOCK: "533247d513bf8d45", f"{STOCK} + upstream.hybrid_mla_fp4_pool": "d46255a1221ab14f"},
+                ),
+                *(
+                    stock_pin(f"{HYBRID_POOL}.{name}", digest)
+                    for name, digest in (
+                        ("get_kv_size_bytes", "eb07a6a0f29d998e"),
+                        ("get_contiguous_buf_infos", "011fefcbb1ee8a45"),
+                        ("_transfer_full_attention_id", "db31194c128ef0c9"),
+                        ("get_key_buffer", "e627738a7f32b618"),
+                        ("get_value_buffer", "81c73b0757a996a5"),
+                        ("get_v_head_dim", "f2319fe45e8738f4"),
+                        ("set_kv_buffer", "82bf3a2394f41a66"),
+                        ("move_kv_cache", "f3df55b41417fef3"),
+                        ("get_cpu_copy", "af9a1cb17272e086"),
+                        ("load_cpu_copy", "c53dfbc7498b45a4"),
+                    )
+                ),
+            ),
+        ),
+        Hook(
+            id="kv4.nvfp4_triton.12",
+            target=f"{HYBRID}.forward",
+            kind="around",
+            call=f"{OURS}:around_hybrid_attention",
+            pins=tuple(
+                stock_pin(f"{HYBRID}.{name}", digest)
+                for name, digest in (
+                    ("forward", "a309e459e2379bac"),
+                    # It passes by the method that the other hook is around.
+                    ("forward_extend", "320c71f9616e54a2"),
+                    ("forward_decode", "6df70381e6489bb7"),
+                    ("_is_full_attn", "768309f2facdfd33"),
+                    ("__init__", "6833310e27e51e5c"),
+                )
             ),
         ),
     ),
