@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA source of `extend_attention` on a model of a cluster of two blocks; planted faults; its addresses; what is refused; far rows on the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from numinous_attention.kernels import extend_attention as kernels
+from numinous_attention.workbench import extend_attention as bench
+from numinous_attention.workbench.extend_attention import D512, OP, Case
+from numinous_tooling.testing.tensors import big_pool
+from numinous_tooling.testing.tiers import selection
+from numinous_tooling.workbench import Tensors, case_id
+
+CPU = torch.device("cpu")
+SOURCES = Path(kernels.__file__).parents[1] / "csrc/extend_attention"
+MODEL = Path(__file__).with_name("cluster_model.h")
+BLOCK_MODEL = Path(__file__).parents[2] / "kv-cache-4bit/tests/sm90_model.h"
+HARNESS = """
+#include "kernel.cu"
+static numinous::Params params;
+static void once() { extend(params); }
+extern "C" const char* run_model(const numinous::Params* p, unsigned blocks, unsigned heads, unsigned threads, unsigned shared) {
+  params = *p;
+  gridDim = {blocks, heads, 1};
+  for (unsigned y = 0; y < heads; ++y)
+    for (unsigned x = 0; x < blocks; x += 2) {
+      model::block_index = {x, y, 0};
+      if (const char* fault = model::run_cluster(once, threads, shared)) return fault;
+    }
+  return nullptr;
+}
+using namespace numinous;
+extern "C" void be_eager(int eager) { model::eager = eager != 0; }
+extern "C" unsigned plan_bytes() { return Plan::kBytes; }
+extern "C" unsigned params_bytes() { return sizeof(Params); }
+extern "C" unsigned element_at(int row, int chunk) { return swizzled(row, chunk); }
+extern "C" float power(float n) { return power_of_two(n); }
+"""
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`compiled(*changes)`: library of kernel.cu with `run_model`, some of its text replaced."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile kernel.cu with")
+    folder = tmp_path_factory.mktemp("model")
+
+    @functools.cache
+    def build(*changes: tuple[str, str]) -> Any:
+        here = folder / str(len(list(folder.iterdir())))
+        shutil.copytree(SOURCES, here)
+        for old, new in changes:
+            found = [path for path in here.iterdir() if old in path.read_text(encoding="utf-8")]
+            assert len(found) == 1, f"{old!r} is in {len(found)} files"
+            text = found[0].read_text(encoding="utf-8")
+            found[0].write_text(text.replace(old, new), encoding="utf-8")
+        (here / "harness.cpp").write_text(HARNESS, encoding="utf-8")
+        library = here / "model.so"
+        command = [compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DNUMINOUS_DIM=512"]
+        command += [f'-DNUMINOUS_MODEL="{MODEL}"', f'-DNUMINOUS_BLOCK_MODEL="{BLOCK_MODEL}"']
+        done = subprocess.run(
+            [*command, "-o", str(library), str(here / "harness.cpp")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[:2000]
+        made = ctypes.CDLL(str(library))
+        made.run_model.restype = ctypes.c_char_p
+        return made
+
+    return build
+
+
+def run_call(library: Any, call: Any, debug: torch.Tensor | None = None) -> None:
+    """What `_launch_cuda` does, on the model."""
+    assert not kernels._not_for_cuda(call)
+    params = kernels.cuda_params(call, debug)
+    sizes = (*kernels.cuda_grid(call), kernels.CUDA_THREADS, kernels.CUDA_SHARED)
+    fault = library.run_model(ctypes.byref(params), *sizes)
+    assert fault is None, fault.decode()
+
+
+def run_model(library: Any, case: Case, inputs: Tensors) -> Tensors:
+    """Outputs; their memory starts as NaN where it is not given."""
+    options = bench._options(case)
+    call = kernels._checked(
+        *(inputs[x] for x in ("q", "k", "v", "k_pool", "v_pool")),
+        *(inputs[x] for x in ("qo_indptr", "kv_indptr", "kv_indices")),
+        options["sm_scale"], options["causal"], options["window"], None, None, None, False, case.cap,
+        inputs.get("sinks"), 1.0, 1.0, inputs.get("out"), True,
+    )  # fmt: skip
+    assert call.lse is not None
+    if "out" not in inputs:
+        call.out.fill_(torch.nan)
+    call.lse.fill_(torch.nan)
+    if len(call.qo_indptr) > 1 and call.q.shape[0]:
+        run_call(library, call)
+    return bench._used(case, {"out": call.out, "lse": call.lse})
+
+
+@pytest.mark.parametrize("case", D512, ids=case_id)
+def test_source_on_the_model(
+    compiled: Callable[..., Any], case: Case, request: pytest.FixtureRequest
+) -> None:
+    """All but what only hardware decides: proxies, the registers' handover, the meaning of instructions. Products, copies and messages are done
+    as late as they may be; under --full as early as they may be, too."""
+    library, inputs = compiled(), OP.make_inputs(case, 0, CPU)
+    want = OP.reference(case, inputs)
+    for eager in (0, 1) if selection(request.config).full else (0,):
+        library.be_eager(eager)
+        OP.compare(case, run_model(library, case, inputs), want)
+    library.be_eager(0)
+
+
+def steep(case: Case, device: torch.device) -> Tensors:
+    """Inputs whose largest scores rise by many powers of two from tile to tile, fall for some rows, and are far apart between the blocks."""
+    inputs = OP.make_inputs(case, 0, device)
+    inputs["q"] = inputs["q"] * 8
+    ids = inputs["kv_indices"]
+    for place, factor in ((3, 4), (70, 8), (130, 12), (300, 16)):
+        if place < len(ids):
+            inputs["k_pool"][ids[place].long()] *= factor
+    return inputs
+
+
+STEEP = Case("9", "330", heads=2, dim=512)
+
+
+def test_steep_scores_on_the_model(compiled: Callable[..., Any]) -> None:
+    """Exponents that rise, in either block, rescale the output, the sums and what comes from the peer."""
+    inputs = steep(STEEP, CPU)
+    OP.compare(STEEP, run_model(compiled(), STEEP, inputs), OP.reference(STEEP, inputs))
+
+
+LONG = next(case for case in D512 if case.prefixes == "700")
+RAGGED = next(case for case in D512 if case.heads == 6)
+HOLES = next(case for case in D512 if case.layout == "padded")
+FAULTS: dict[str, tuple[Case, str, str]] = {
+    "rows swizzled by another row": (LONG, "((chunk ^ (row % 8)) * 16)", "((chunk ^ (row / 2 % 8)) * 16)"),
+    "steps of Q mixed up": (LONG, "uint32_t(k / 4) * panel + uint32_t(k % 4 * 32)", "uint32_t(k / 4) * panel + uint32_t(k % 2 * 32)"),
+    "steps of V mixed up": (LONG, "return uint32_t(k * 2048)", "return uint32_t(k * 1024)"),
+    "the wrong half of V": (LONG, "fill(from + rank * kHalf + stage", "fill(from + (1 - rank) * kHalf + stage"),
+    "the second stage of V like the first": (LONG, "rank * kHalf + stage * kStageDims, in_prefix", "rank * kHalf, in_prefix"),
+    "a stage is not awaited": (LONG, "barrier_wait(base + Plan::kFull + 8 * ring.stage, ring.turn);\n    fence", "fence"),
+    "a stage is filled while it is read": (LONG, "    barrier_wait(base + Plan::kEmpty + 8 * ring.stage, ring.turn ^ 1);\n", ""),
+    "a stage is given back with products under way": (LONG, "wgmma_wait_but<1>();\n          give_back(before);", "give_back(before);"),
+    "a stage is never given back": (LONG, "if (threadIdx.x % 32 == 0) barrier_arrive(base + Plan::kEmpty", "if (threadIdx.x == 0) barrier_arrive(base + Plan::kEmpty"),
+    "scores are read while they are under way": (LONG, "wgmma_wait_but<0>();\n      hold(s);", "hold(s);"),
+    "a message is not awaited": (LONG, "    wait_for_there(arrived, received & 1);\n    ++received;", "    ++received;"),
+    "a message is overwritten": (LONG, "      if (sent > 0) wait_for_there(taken, (sent - 1) & 1);\n#pragma", "#pragma"),
+    "the peer's sums are left out": (LONG, "total[r] = sum[r] + sums[fragment_row(thread, 2 * r)]", "total[r] = sum[r]"),
+    "the peer's exponent is not taken": (STEEP, "now[r] = fmaxf(most[r], theirs[r]);", "now[r] = most[r];"),
+    "probabilities of the peer are not brought down": (STEEP, "by[i % 2]);", "0x3f803f80u);"),
+    "rows of the peer's probabilities mixed up": (STEEP, "by[i % 2]);", "by[i / 2 % 2]);"),
+    "the output is not rescaled": (STEEP, "o[stage][i] *= alpha[i % 4 / 2];", "o[stage][i] *= 1.0f;"),
+    "sums are not rescaled": (STEEP, "sum[r] *= alpha[r];", ""),
+    "ids that are none count": (HOLES, "slot[i] < 0 ? -kInf : 0.0f", "0.0f"),
+    "ids are not compared with slots": (HOLES, "(in_prefix && low[i] >= p.slots)", "false"),
+    "ids are not awaited": (HOLES, "        barrier_wait(base + Plan::kBiased + 8 * (pair & 1), pair >> 1 & 1);\n", ""),
+    "upper halves of ids count": (D512[4], "(p.wide_ids ? 2 : 1)", "1"),
+    "the diagonal one late": (LONG, "p.causal && of < limit ? of : limit - 1", "p.causal && of < limit ? of + 1 : limit - 1"),
+    "the window one late": (D512[10], ": of + shift - p.window;", ": of + shift - p.window + 1;"),
+    "prefix window a tile late": (D512[12], "first_key(w.prefix + w.first - p.window)", "first_key(w.prefix + w.first - p.window + kKeys)"),
+    "masks only at the diagonal": (D512[12], "if (lowest(w.last) > start || ", "if ("),
+    "the wrong head of a group": (RAGGED, "w.kv_head * p.group + at % p.group", "w.kv_head + at % p.group"),
+    "tiles of a request mixed up": (RAGGED, "first_token * group / kRows + request", "first_token * group / kRows"),
+    "the sink in the wrong base": (RAGGED, "sink * kLog2E - off", "sink - off"),
+    "an odd last tile is left out": (LONG, "for (int pair = 0; 2 * pair < w.tiles; ++pair) {\n    const int tile", "for (int pair = 0; 2 * pair + 1 < w.tiles; ++pair) {\n    const int tile"),
+}  # fmt: skip
+QUICK_FAULTS = (
+    "rows swizzled by another row",
+    "the wrong half of V",
+    "a stage is filled while it is read",
+    "a message is overwritten",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_on_the_model(
+    compiled: Callable[..., Any], fault: str, request: pytest.FixtureRequest
+) -> None:
+    """What the model has to see: wrong addresses, masks, exponents, barriers, messages."""
+    if fault not in QUICK_FAULTS and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    case, old, new = FAULTS[fault]
+    inputs = steep(case, CPU) if case is STEEP else OP.make_inputs(case, 0, CPU)
+    want = OP.reference(case, inputs)
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|nobody waits|under way|counts"):
+        OP.compare(case, run_model(compiled((old, new)), case, inputs), want)
