@@ -3,7 +3,8 @@
 // In place of csrc/extend_attention/sm90.cuh: a model of a cluster of two blocks of sm_90a on the CPU. What one block does is modelled in
 // packages/kv-cache-4bit/tests/sm90_model.h, NUMINOUS_BLOCK_MODEL; here stand groups of products under way, operands in registers, copies to
 // shared memory and what goes from block to block. Copies are done when the thread that asked for them waits for something, messages arrive
-// when any thread does; eager, both at once.
+// when any thread does; eager, both at once. One block can be slower than the other. What copies and stores have in order here, they may have
+// in another one there: that a list's ids are awaited apart from the copies behind them is not seen.
 
 #pragma once
 
@@ -25,6 +26,14 @@ inline std::vector<uint32_t> operands[2];   // of each thread's last two product
 inline std::vector<unsigned> operand_turn;  // of each thread
 struct Groups { std::vector<std::vector<std::function<void()>>> closed; };
 inline std::vector<Groups> groups;          // of each thread
+
+inline int slowness[2] = {0, 0};  // turns of all threads that products of a block take
+inline void dawdle() {
+  for (int turn = 0; turn < slowness[rank()]; ++turn) {
+    block.idle = 0;
+    yield();
+  }
+}
 
 inline void flush(Later& what) {
   std::vector<std::function<void()>> now;
@@ -141,6 +150,7 @@ inline void close_group() {
 template <int kPending> void wgmma_wait_but() {
   auto& closed = model::groups[model::block.current].closed;
   if (!model::block.products[model::block.current].empty()) model::fail("products that no group has");
+  model::dawdle();
   while (int(closed.size()) > kPending) {
     for (const auto& product : closed.front()) product();
     closed.erase(closed.begin());
