@@ -97,9 +97,7 @@ def run_call(library: Any, call: Any, debug: torch.Tensor | None = None) -> None
 SCHEDULES = ((0, 0), (0, 12), (12, 0))  # turns of all threads that products of a block take
 
 
-def run_model(
-    library: Any, case: Case, inputs: Tensors, slow: tuple[int, int] = (0, 0)
-) -> Tensors:
+def run_model(library: Any, case: Case, inputs: Tensors, slow: tuple[int, int] = (0, 0)) -> Tensors:
     """Outputs; their memory starts as NaN where it is not given."""
     library.be_slow(*slow)
     options = bench._options(case)
@@ -209,3 +207,187 @@ def test_faults_on_the_model(
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|nobody waits|under way|counts"):
         for slow in SCHEDULES:
             OP.compare(case, run_model(compiled((old, new)), case, inputs, slow), want)
+
+
+def test_debug_script_on_the_model(
+    compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: Any, request: pytest.FixtureRequest
+) -> None:  # fmt: skip
+    """Every stage that the debug script prints agrees; with steps of Q mixed up, S is the first that does not."""
+    if not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    path = Path(__file__).parents[1] / "benchmarks/debug_extend_attention.py"
+    spec = importlib.util.spec_from_file_location("debug_extend_attention", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    define = ("constexpr int kRows = 128;", "#define NUMINOUS_DEBUG 1\nconstexpr int kRows = 128;")
+    _, *fault = FAULTS["steps of Q mixed up"]
+    for faults in ((), (tuple(fault),)):
+        library = compiled(define, *faults)
+        library.be_slow(0, 0)
+        monkeypatch.setattr(
+            kernels, "_launch_cuda", lambda call, dump, to=library: run_call(to, call, dump)
+        )
+        assert script.check(128, 16, CPU) == bool(faults)
+        printed = capsys.readouterr().out
+        assert printed.count("agrees") == (2 if faults else 8), printed
+        assert "V, first half [key, dimension]: agrees" in printed
+
+
+# --- Addresses and numbers ------------------------------------------------------------------------------------------
+
+
+def test_layout(compiled: Callable[..., Any]) -> None:
+    """Shared memory and arguments as the launcher gives them; every chunk of a panel stored once, without bank conflicts."""
+    library = compiled()
+    library.power.restype = ctypes.c_float
+    assert library.plan_bytes() == kernels.CUDA_SHARED <= 232448
+    assert library.params_bytes() == ctypes.sizeof(kernels._Params)
+    seen = [library.element_at(row, chunk) for row in range(64) for chunk in range(8)]
+    assert sorted(seen) == list(range(0, 64 * 128, 16))
+    for first in range(0, len(seen), 8):  # eight threads store together
+        assert len({at // 16 % 8 for at in seen[first : first + 8]}) == 8
+    for n in (0, -1, -126):
+        assert library.power(ctypes.c_float(n)) == 2.0**n
+    for n in (-127, -1e30, -float("inf")):
+        assert library.power(ctypes.c_float(n)) == 0.0
+
+
+def far_inputs(ids: str, device: torch.device) -> tuple[Case, Tensors]:
+    """Slots behind element 2^31 of the pools, strides of 2^30 elements in q, k and v."""
+    case = Case("3", "70", heads=4, dim=512, ids=ids)
+    inputs = OP.make_inputs(case, 0, device)
+    for name in ("k_pool", "v_pool"):
+        pool, near = big_pool((1, 512), torch.bfloat16, device), inputs[name]
+        pool[len(pool) - len(near) :] = near
+        inputs[name], moved = pool, len(pool) - len(near)
+    inputs["kv_indices"] = inputs["kv_indices"] + moved
+    for name in ("q", "k", "v"):
+        near = inputs[name]
+        whole = big_pool((16,), torch.bfloat16, device, elements=2**31 + 8192).flatten()
+        far = whole.as_strided(near.shape, (2**30 + 16, 512, 1))
+        far[:] = near
+        inputs[name] = far
+    return case, inputs
+
+
+@pytest.mark.parametrize("ids", ["int32", "int64"])
+def test_past_2_31_elements_on_the_model(compiled: Callable[..., Any], ids: str) -> None:
+    case, inputs = far_inputs(ids, CPU)
+    OP.compare(case, run_model(compiled(), case, inputs), OP.reference(case, inputs))
+
+
+# --- What is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kind": "float32"}, "takes q and pools in bfloat16"),
+        ({"pool": "fp8"}, "takes q and pools in bfloat16"),
+        ({"dim": 256}, "takes head dim 512, got 256 and 256"),
+        ({"dim_v": 256}, "takes head dim 512, got 512 and 256"),
+        ({"mask": "tree"}, "takes no mask"),
+    ],
+)
+def test_calls_that_are_not_for_cuda(change: dict[str, Any], text: str) -> None:
+    case = Case(**{"chunks": "2", "prefixes": "3", "dim": 512, **change})
+    assert text in kernels._not_for_cuda(_checked(case, OP.make_inputs(case, 0, CPU)))
+    assert bool(bench._cuda_refuses(case))
+
+
+def _checked(case: Case, inputs: Tensors, **how: Any) -> Any:
+    options = {**bench._options(case), **how}
+    tensors = [inputs[x] for x in ("q", "k", "v", "k_pool", "v_pool")]
+    tables = [inputs[x] for x in ("qo_indptr", "kv_indptr", "kv_indices")]
+    masks = [inputs.get(x) for x in ("mask", "mask_indptr", "mask_offsets")]
+    return kernels._checked(
+        *tensors, *tables, options["sm_scale"], options["causal"], options["window"], *masks, case.mask_prefix, case.cap,
+        inputs.get("sinks"), options["k_scale"], options["v_scale"], inputs.get("out"), True,
+    )  # fmt: skip
+
+
+def test_strides_and_scales_that_are_not_for_cuda() -> None:
+    case = Case("2", "3", dim=512)
+    inputs = OP.make_inputs(case, 0, CPU)
+    assert not kernels._not_for_cuda(_checked(case, inputs))
+    for scale in ("k_scale", "v_scale"):
+        assert "no scales" in kernels._not_for_cuda(_checked(case, inputs, **{scale: 0.5}))
+    for name in ("q", "k", "v", "k_pool", "v_pool"):
+        rows, heads, dim = inputs[name].shape
+        odd = torch.zeros(rows, heads, dim + 4, dtype=torch.bfloat16)
+        for one in (odd[..., :dim], odd.flatten()[4:][: rows * heads * dim].view(rows, heads, dim)):
+            reason = kernels._not_for_cuda(_checked(case, {**inputs, name: one}))
+            assert f"needs heads of {name} at multiples of 16 bytes" in reason
+
+
+def test_cuda_is_asked_for() -> None:
+    """On the CPU "cuda" is refused in one line, None and "triton" are not; an unknown word is an error."""
+    case = Case("", "", dim=512)
+    inputs = OP.make_inputs(case, 0, CPU)
+    with pytest.raises(NotImplementedError, match="needs tensors on an NVIDIA GPU") as raised:
+        kernels.extend_attention(**inputs, **bench._options(case), impl="cuda")
+    assert "\n" not in str(raised.value)
+    for impl in (None, "triton"):
+        kernels.extend_attention(**inputs, **bench._options(case), impl=impl)
+    with pytest.raises(ValueError, match="impl is 'cuda', 'triton' or None"):
+        kernels.extend_attention(**inputs, **bench._options(case), impl="hip")
+
+
+def test_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who asks gets it; with `CUDA_ON_REQUEST` off, every call that it takes; never on another GPU."""
+    case = Case("2", "3", dim=512)
+    call = _checked(case, OP.make_inputs(case, 0, CPU))
+
+    class Elsewhere:
+        device = torch.device("cuda")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(call.q, name)
+
+    there = call._replace(q=Elsewhere())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert kernels._not_cuda(there, asked=True) == ""
+    assert "waits to be asked for" in kernels._not_cuda(there, asked=False)
+    monkeypatch.setattr(kernels, "CUDA_ON_REQUEST", False)
+    assert kernels._not_cuda(there, asked=False) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "compute capability 9.0, this is 10.0" in kernels._not_cuda(there, asked=True)
+
+
+# --- On the GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_steep_scores_on_the_gpu(gpu: torch.device) -> None:
+    """Exponents that rise; the same bits every time."""
+    inputs = steep(STEEP, gpu)
+    first, again = (bench._run_cuda(STEEP, inputs) for _ in range(2))
+    OP.compare(STEEP, first, OP.reference(STEEP, inputs))
+    assert torch.equal(first["out"], again["out"])
+    assert torch.equal(first["lse"], again["lse"])
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("ids", ["int32", "int64"])
+def test_past_2_31_elements_on_the_gpu(ids: str, gpu: torch.device) -> None:
+    case, inputs = far_inputs(ids, gpu)
+    OP.compare(case, bench._run_cuda(case, inputs), OP.reference(case, inputs))
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_without_lse_and_by_triton(gpu: torch.device) -> None:
+    """No lse where none is asked for; both versions give the same within rounding, on the shapes that are measured but shorter."""
+    for case in (
+        Case("1024", "0", 32, 4, 512),
+        Case("300", "2500", 32, 4, 512),
+        Case("700", "900", 32, 4, 512, window=300),
+    ):
+        inputs = OP.make_inputs(case, 0, gpu)
+        options = bench._options(case)
+        made = kernels.extend_attention(**inputs, **options, impl="cuda")
+        assert made.lse is None
+        other = kernels.extend_attention(**inputs, **options, impl="triton").out
+        torch.testing.assert_close(made.out.float(), other.float(), rtol=0.02, atol=0.02)
