@@ -17,6 +17,7 @@ import sys
 import torch
 
 from numinous_attention.kernels import extend_attention as kernels
+from numinous_attention.kernels import extend_attention_cuda as cuda
 from numinous_attention.workbench.extend_attention import Case, make_inputs
 
 ROWS, KEYS, DIM, HALF, GROUP = 128, 64, 512, 256, 8  # of the areas that the kernel dumps into
@@ -57,7 +58,7 @@ def check(prefix: int, chunk: int, device: torch.device) -> bool:
     assert call.lse is not None
     areas = (KEYS * DIM, KEYS * HALF, ROWS * KEYS, ROWS * KEYS, ROWS * KEYS)
     dump = torch.full((sum(areas),), torch.nan, device=device)
-    kernels._launch_cuda(call, dump)
+    cuda.launch_call(call, dump)
     torch.cuda.synchronize()
     k, v, s, p, taken = dump.split(areas)
     ids = inputs["kv_indices"][:KEYS].long()
@@ -90,7 +91,8 @@ def main() -> int:
         print("debug_extend_attention: needs a GPU of sm90", file=sys.stderr)
         return 2
     device = torch.device("cuda")
-    return int(any([check(prefix, options.chunk, device) for prefix in options.prefix]))
+    wrong = [check(prefix, options.chunk, device) for prefix in options.prefix]
+    return int(any(wrong))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from numinous_attention.kernels import extend_attention as kernels
+from numinous_attention.kernels import extend_attention_cuda as cuda
 from numinous_attention.workbench import extend_attention as bench
 from numinous_attention.workbench.extend_attention import D512, OP, Case
 from numinous_tooling.testing.tensors import big_pool
@@ -86,10 +87,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 
 def run_call(library: Any, call: Any, debug: torch.Tensor | None = None) -> None:
-    """What `_launch_cuda` does, on the model."""
-    assert not kernels._not_for_cuda(call)
-    params = kernels.cuda_params(call, debug)
-    sizes = (*kernels.cuda_grid(call), kernels.CUDA_THREADS, kernels.CUDA_SHARED)
+    """What `launch_call` does, on the model."""
+    assert not cuda.unfit(call)
+    params = cuda.params_of(call, debug)
+    sizes = (*cuda.grid_of(call), cuda.THREADS, cuda.SHARED)
     fault = library.run_model(ctypes.byref(params), *sizes)
     assert fault is None, fault.decode()
 
@@ -114,6 +115,12 @@ def run_model(library: Any, case: Case, inputs: Tensors, slow: tuple[int, int] =
     if len(call.qo_indptr) > 1 and call.q.shape[0]:
         run_call(library, call)
     return bench._used(case, {"out": call.out, "lse": call.lse})
+
+
+def check_schedules(library: Any, case: Case, inputs: Tensors, want: Tensors) -> None:
+    """The blocks alike, and each slower than the other."""
+    for slow in SCHEDULES:
+        OP.compare(case, run_model(library, case, inputs, slow), want)
 
 
 @pytest.mark.parametrize("case", D512, ids=case_id)
@@ -147,9 +154,7 @@ STEEP = Case("9", "330", heads=2, dim=512)
 def test_steep_scores_on_the_model(compiled: Callable[..., Any]) -> None:
     """Exponents that rise, in either block, rescale the output, the sums and what comes from the peer."""
     inputs = steep(STEEP, CPU)
-    want = OP.reference(STEEP, inputs)
-    for slow in SCHEDULES:
-        OP.compare(STEEP, run_model(compiled(), STEEP, inputs, slow), want)
+    check_schedules(compiled(), STEEP, inputs, OP.reference(STEEP, inputs))
 
 
 LONG = next(case for case in D512 if case.prefixes == "700")
@@ -205,8 +210,7 @@ def test_faults_on_the_model(
     inputs = steep(case, CPU) if case is STEEP else OP.make_inputs(case, 0, CPU)
     want = OP.reference(case, inputs)
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|nobody waits|under way|counts"):
-        for slow in SCHEDULES:
-            OP.compare(case, run_model(compiled((old, new)), case, inputs, slow), want)
+        check_schedules(compiled((old, new)), case, inputs, want)
 
 
 def test_debug_script_on_the_model(
@@ -228,7 +232,7 @@ def test_debug_script_on_the_model(
         library = compiled(define, *faults)
         library.be_slow(0, 0)
         monkeypatch.setattr(
-            kernels, "_launch_cuda", lambda call, dump, to=library: run_call(to, call, dump)
+            cuda, "launch_call", lambda call, dump, to=library: run_call(to, call, dump)
         )
         assert script.check(128, 16, CPU) == bool(faults)
         printed = capsys.readouterr().out
@@ -243,8 +247,8 @@ def test_layout(compiled: Callable[..., Any]) -> None:
     """Shared memory and arguments as the launcher gives them; every chunk of a panel stored once, without bank conflicts."""
     library = compiled()
     library.power.restype = ctypes.c_float
-    assert library.plan_bytes() == kernels.CUDA_SHARED <= 232448
-    assert library.params_bytes() == ctypes.sizeof(kernels._Params)
+    assert library.plan_bytes() == cuda.SHARED <= 232448
+    assert library.params_bytes() == ctypes.sizeof(cuda.Params)
     seen = [library.element_at(row, chunk) for row in range(64) for chunk in range(8)]
     assert sorted(seen) == list(range(0, 64 * 128, 16))
     for first in range(0, len(seen), 8):  # eight threads store together
@@ -294,7 +298,7 @@ def test_past_2_31_elements_on_the_model(compiled: Callable[..., Any], ids: str)
 )
 def test_calls_that_are_not_for_cuda(change: dict[str, Any], text: str) -> None:
     case = Case(**{"chunks": "2", "prefixes": "3", "dim": 512, **change})
-    assert text in kernels._not_for_cuda(_checked(case, OP.make_inputs(case, 0, CPU)))
+    assert text in cuda.unfit(_checked(case, OP.make_inputs(case, 0, CPU)))
     assert bool(bench._cuda_refuses(case))
 
 
@@ -312,14 +316,14 @@ def _checked(case: Case, inputs: Tensors, **how: Any) -> Any:
 def test_strides_and_scales_that_are_not_for_cuda() -> None:
     case = Case("2", "3", dim=512)
     inputs = OP.make_inputs(case, 0, CPU)
-    assert not kernels._not_for_cuda(_checked(case, inputs))
+    assert not cuda.unfit(_checked(case, inputs))
     for scale in ("k_scale", "v_scale"):
-        assert "no scales" in kernels._not_for_cuda(_checked(case, inputs, **{scale: 0.5}))
+        assert "no scales" in cuda.unfit(_checked(case, inputs, **{scale: 0.5}))
     for name in ("q", "k", "v", "k_pool", "v_pool"):
         rows, heads, dim = inputs[name].shape
         odd = torch.zeros(rows, heads, dim + 4, dtype=torch.bfloat16)
         for one in (odd[..., :dim], odd.flatten()[4:][: rows * heads * dim].view(rows, heads, dim)):
-            reason = kernels._not_for_cuda(_checked(case, {**inputs, name: one}))
+            reason = cuda.unfit(_checked(case, {**inputs, name: one}))
             assert f"needs heads of {name} at multiples of 16 bytes" in reason
 
 
@@ -337,7 +341,7 @@ def test_cuda_is_asked_for() -> None:
 
 
 def test_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who asks gets it; with `CUDA_ON_REQUEST` off, every call that it takes; never on another GPU."""
+    """Only who asks gets it; with `ON_REQUEST` off, every call that it takes; never on another GPU."""
     case = Case("2", "3", dim=512)
     call = _checked(case, OP.make_inputs(case, 0, CPU))
 
@@ -349,12 +353,12 @@ def test_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     there = call._replace(q=Elsewhere())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert kernels._not_cuda(there, asked=True) == ""
-    assert "waits to be asked for" in kernels._not_cuda(there, asked=False)
-    monkeypatch.setattr(kernels, "CUDA_ON_REQUEST", False)
-    assert kernels._not_cuda(there, asked=False) == ""
+    assert cuda.not_taken(there, asked=True) == ""
+    assert "waits to be asked for" in cuda.not_taken(there, asked=False)
+    monkeypatch.setattr(cuda, "ON_REQUEST", False)
+    assert cuda.not_taken(there, asked=False) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "compute capability 9.0, this is 10.0" in kernels._not_cuda(there, asked=True)
+    assert "compute capability 9.0, this is 10.0" in cuda.not_taken(there, asked=True)
 
 
 # --- On the GPU -----------------------------------------------------------------------------------------------------

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
+from numinous_attention.kernels import extend_attention_cuda as cuda
 from numinous_attention.kernels.extend_attention import (
-    CUDA_DIM,
     Tile,
     extend_attention,
     options_of,
     parts,
     reference,
-    source_binary,
     tile_of,
     traffic,
 )
@@ -323,8 +322,8 @@ def _run_cuda(case: Case, inputs: Tensors) -> Tensors:
 def _cuda_refuses(case: Case) -> str | None:
     if case.kind != "bfloat16" or case.pool != "own" or case.mask:
         return "it takes bf16 without a mask"
-    if case.dim != CUDA_DIM or case.value_dim != CUDA_DIM:
-        return f"it is made for head dim {CUDA_DIM}"
+    if case.dim != cuda.DIM or case.value_dim != cuda.DIM:
+        return f"it is made for head dim {cuda.DIM}"
     return None
 
 
@@ -583,6 +582,9 @@ LARGE = (
     Case("150_90", "200_30", 8, 1, 512, mask="span", causal=False, mask_prefix=True),
     Case("100", "100", 8, 1, 64, kind="float32"),
     Case("17_40_333_700_90_256_64_128_500_600_33_18_77_410_222_300", "250_" * 16, 8, 4, 128),
+    Case("511_64", "65_1024", 8, 4, 512, window=200, ids="int64", sink=True),
+    Case("257_700", "2500_129", 12, 4, 512, cap=30.0, layout="padded", holes=True),
+    Case("200_65", "300_64", 16, 1, 512, causal=False, layout="sliced"),
 )  # fmt: skip
 
 
@@ -668,7 +670,7 @@ OP = Op(
         ),
     },
     binaries=(
-        source_binary(),
+        cuda.source_binary(),
         # Of D 512 the programs of a B200 have half of V.
         _binary("d512", Case("5", "35", 8, 1, 512), ("sm90", "sm120", "gfx950"), quick=True),
         _binary("d512_half", Case("5", "35", 8, 1, 512), ("sm100", "sm103")),

@@ -65,7 +65,7 @@ struct Work {
   int kv_head, first_row, chunk, prefix;
   int first, last;  // tokens of the chunk that the rows are of
   int low_prefix, low_chunk, high_chunk;  // keys from which tiles are walked; where the chunk ends
-  int prefix_tiles, tiles;
+  int prefix_tiles, tiles;  // of all at least one: no window is so short that a token does not see itself
 
   __device__ __forceinline__ bool in_prefix(int tile) const { return tile < prefix_tiles; }
   // First key of a tile, and where keys end.
@@ -304,7 +304,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
     ++received;
     if (received <= messages) expect();
   };
-  if (w.tiles > 0) expect();
+  expect();
   // The exponent rises to `now`.
   const auto rise = [&](const float (&now)[2]) {
     float alpha[2];
@@ -471,21 +471,19 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
   }
 
   // Both blocks have seen every exponent, so theirs are the same; sums are of own tiles. After the peer's have come, it writes here no more.
-  float total[2] = {0.0f, 0.0f};
-  if (w.tiles > 0) {
-    if (sent > 0) wait_for_there(taken, (sent - 1) & 1);
-    const uint32_t their_sums = peer + Plan::kSums + 256 * warpgroup;
+  float total[2];
+  if (sent > 0) wait_for_there(taken, (sent - 1) & 1);
+  const uint32_t their_sums = peer + Plan::kSums + 256 * warpgroup;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-      if (thread % 4 == 0) send(their_sums + 4 * fragment_row(thread, 2 * r), sum[r], arrived_there);
-    }
-    await_message();
-    const float* sums = reinterpret_cast<const float*>(shared + Plan::kSums) + 64 * warpgroup;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) total[r] = sum[r] + sums[fragment_row(thread, 2 * r)];
+  for (int r = 0; r < 2; ++r) {
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    if (thread % 4 == 0) send(their_sums + 4 * fragment_row(thread, 2 * r), sum[r], arrived_there);
   }
+  await_message();
+  const float* sums = reinterpret_cast<const float*>(shared + Plan::kSums) + 64 * warpgroup;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) total[r] = sum[r] + sums[fragment_row(thread, 2 * r)];
 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
