@@ -70,6 +70,7 @@ namespace numinous {
 
 inline float divide_fast(float a, float b) { return a / b; }
 
+inline int anew(int v) { return v; }
 inline int cluster_rank() { return int(model::rank()); }
 inline uint32_t in_block(uint32_t at, int rank) { return uint32_t(rank + 1) << 24 | at; }
 
@@ -121,6 +122,14 @@ template <class T> void send(uint32_t at, T v, uint32_t barrier) {
   if (model::eager) return deliver();
   model::mail.done.push_back(deliver);
 }
+
+template <class T> T loaded(uint32_t from) {
+  T v;
+  std::memcpy(&v, model::at(from, sizeof v), sizeof v);
+  return v;
+}
+inline float load_shared(uint32_t at) { return loaded<float>(at); }
+inline uint4 load_shared_4(uint32_t at) { return loaded<uint4>(at); }
 
 inline void copy_16(uint32_t to, const uint16_t* from, bool there) {
   if (there && reinterpret_cast<uintptr_t>(from) % 16 != 0) model::fail("misaligned copy");

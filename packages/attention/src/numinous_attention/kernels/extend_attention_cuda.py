@@ -19,7 +19,7 @@ PACKAGE = "numinous_attention"
 
 DIM = 512  # of q, K and V
 ROWS, THREADS = 128, 384  # of a cluster of two blocks; of a block
-SHARED = 232064  # bytes of a block: `Plan::kBytes` of layout.cuh
+SHARED = 232192  # bytes of a block: `Plan::kBytes` of layout.cuh
 
 ON_REQUEST = True
 """The CUDA version has not run on a GPU: only ``impl="cuda"`` takes it. False makes it the default where it takes a call."""

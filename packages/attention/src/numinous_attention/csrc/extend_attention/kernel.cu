@@ -11,12 +11,13 @@
 // Exponents that probabilities are relative to are whole: what one block takes from the other is brought to its own by powers of two, exactly.
 //
 // The third warpgroup fills a ring of stages with `cp.async`: 64 keys × 128 values, of K or of V, in the order in which both consumers read
-// them: K and V of a tile of its own, V of one of the peer's. `layout.cuh` has every address, `sm90.cuh` every instruction.
+// them: K of a tile of its own, V of the peer's before it, V of its own. `layout.cuh` has every address, `sm90.cuh` every instruction.
 //
 // Compiled for one head dim, NUMINOUS_DIM. With NUMINOUS_DEBUG=1, the first cluster writes its first tile to `debug`.
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "layout.cuh"
 #ifdef NUMINOUS_MODEL  // the tests' model of a cluster on the CPU
@@ -137,6 +138,8 @@ struct Ring {
   }
 };
 
+static_assert(sizeof(Work) == kWorkBytes, "room for it");
+
 // --- Producer -----------------------------------------------------------------------------------------------------------------
 
 constexpr int kRowsOfThread = kKeys / 16;  // a thread copies one of eight chunks of 16 bytes of every 16th key
@@ -160,59 +163,68 @@ struct Entries {
       }
     }
   }
-  // Slots of a pool, or tokens of the chunk; negative where there is none.
-  __device__ __forceinline__ void resolve(const Params& p, bool in_prefix, int (&slot)[kRowsOfThread]) const {
+  // In `low` then are slots of a pool, or tokens of the chunk; negative where there is none.
+  __device__ __forceinline__ void resolve(const Params& p, bool in_prefix) {
 #pragma unroll
-    for (int i = 0; i < kRowsOfThread; ++i) slot[i] = high[i] != 0 || (in_prefix && low[i] >= p.slots) ? -1 : low[i];
+    for (int i = 0; i < kRowsOfThread; ++i)
+      if (high[i] != 0 || (in_prefix && low[i] >= p.slots)) low[i] = -1;
   }
 };
 
-__device__ __forceinline__ void produce(const Params& p, const Work& w, int rank, uint32_t base, float* bias) {
+__device__ __forceinline__ void produce(const Params& p, const Work& w, int rank, uint8_t* shared) {
   const int thread = threadIdx.x % 128, chunk = thread % 8, row = thread / 8;
-  const uint32_t to = base + Plan::kRing + swizzled(row, chunk);
+  const uint32_t base = shared_address(shared), to = base + Plan::kRing + swizzled(row, chunk);
+  float* bias = reinterpret_cast<float*>(shared + Plan::kBias);
   Ring ring;
-  const auto fill = [&](const uint16_t* from, int64_t stride, const int (&slot)[kRowsOfThread]) {
-    barrier_wait(base + Plan::kEmpty + 8 * ring.stage, ring.turn ^ 1);
-#pragma unroll
-    for (int i = 0; i < kRowsOfThread; ++i) {
-      const uint16_t* key = from + (slot[i] < 0 ? 0 : slot[i]) * stride + 8 * chunk;
-#pragma unroll
-      for (int panel = 0; panel < 2; ++panel)
-        copy_16(to + ring.stage * kStageBytes + panel * kPanelBytes + i * 2 * kGroupBytes, key + panel * kPanelDims, slot[i] >= 0);
-    }
-    arrive_after_copies(base + Plan::kFull + 8 * ring.stage);
-    ring.next();
-  };
-  const auto fill_values = [&](bool in_prefix, const int (&slot)[kRowsOfThread]) {
-    const uint16_t* from = in_prefix ? p.v_pool + w.kv_head * p.v_pool_head : p.v + w.begin * p.v_token + w.kv_head * p.v_head;
+  // Values `from` … of a tile's keys.
+  const auto fill = [&](const uint16_t* from, int64_t stride, int stages, const Entries& keys) {
 #pragma unroll 1
-    for (int stage = 0; stage < kVStages; ++stage)
-      fill(from + rank * kHalf + stage * kStageDims, in_prefix ? p.v_slot : p.v_token, slot);
+    for (int stage = 0; stage < stages; ++stage, from += kStageDims) {
+      barrier_wait(base + Plan::kEmpty + 8 * ring.stage, ring.turn ^ 1);
+#pragma unroll
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        const int at = anew(keys.low[i]);  // addresses of all rows would not fit in a producer's registers
+        const uint16_t* key = from + (at < 0 ? 0 : at) * stride;
+#pragma unroll
+        for (int panel = 0; panel < 2; ++panel)
+          copy_16(to + ring.stage * kStageBytes + panel * kPanelBytes + i * 2 * kGroupBytes, key + panel * kPanelDims, at >= 0);
+      }
+      arrive_after_copies(base + Plan::kFull + 8 * ring.stage);
+      ring.next();
+    }
+  };
+  const auto fill_values = [&](bool in_prefix, const Entries& keys) {
+    const uint16_t* from = in_prefix ? p.v_pool + w.kv_head * p.v_pool_head : p.v + w.begin * p.v_token + w.kv_head * p.v_head;
+    fill(from + rank * kHalf + 8 * chunk, in_prefix ? p.v_slot : p.v_token, kVStages, keys);
   };
 
   Entries own, theirs;
   own.fetch(p, w, rank, row);
   theirs.fetch(p, w, 1 - rank, row);
-  for (int pair = 0; 2 * pair < w.tiles; ++pair) {
-    const int own_tile = 2 * pair + rank, their_tile = 2 * pair + 1 - rank;
-    int slot[kRowsOfThread], their_slot[kRowsOfThread];
-    own.resolve(p, w.in_prefix(own_tile), slot);
-    theirs.resolve(p, w.in_prefix(their_tile), their_slot);
-    own.fetch(p, w, own_tile + 2, row);
-    theirs.fetch(p, w, their_tile + 2, row);
+#pragma unroll 1
+  for (int own_tile = rank, their_tile = -1 - rank; own_tile < w.tiles || their_tile < w.tiles; own_tile += 2, their_tile += 2) {
+    const bool in_prefix = w.in_prefix(own_tile);
     if (own_tile < w.tiles) {
-      const bool in_prefix = w.in_prefix(own_tile);
+      own.resolve(p, in_prefix);
+      const int buffer = own_tile >> 1 & 1;
       if (in_prefix && chunk == 0) {
 #pragma unroll
-        for (int i = 0; i < kRowsOfThread; ++i) bias[(pair & 1) * kKeys + row + 16 * i] = slot[i] < 0 ? -kInf : 0.0f;
-        barrier_arrive(base + Plan::kBiased + 8 * (pair & 1));
+        for (int i = 0; i < kRowsOfThread; ++i) bias[buffer * kKeys + row + 16 * i] = own.low[i] < 0 ? -kInf : 0.0f;
+        barrier_arrive(base + Plan::kBiased + 8 * buffer);
       }
       const uint16_t* from = in_prefix ? p.k_pool + w.kv_head * p.k_pool_head : p.k + w.begin * p.k_token + w.kv_head * p.k_head;
-#pragma unroll 1
-      for (int stage = 0; stage < kKStages; ++stage) fill(from + stage * kStageDims, in_prefix ? p.k_slot : p.k_token, slot);
-      fill_values(in_prefix, slot);
+      fill(from + 8 * chunk, in_prefix ? p.k_slot : p.k_token, kKStages, own);
     }
-    if (their_tile < w.tiles) fill_values(w.in_prefix(their_tile), their_slot);
+    if (their_tile >= 0 && their_tile < w.tiles) {
+      const bool theirs_in_prefix = w.in_prefix(their_tile);
+      theirs.resolve(p, theirs_in_prefix);
+      fill_values(theirs_in_prefix, theirs);
+      theirs.fetch(p, w, their_tile + 2, row);
+    }
+    if (own_tile < w.tiles) {
+      fill_values(in_prefix, own);
+      own.fetch(p, w, own_tile + 2, row);
+    }
   }
   wait_for_copies();
 }
@@ -258,18 +270,17 @@ __device__ __forceinline__ void load_q(const Params& p, const Work& w, int warpg
   named_barrier(kWarpgroup + warpgroup, 128);
 }
 
-__device__ __forceinline__ void consume(const Params& p, const Work& w, int rank, uint8_t* shared) {
+__device__ __forceinline__ void consume(const Params& p, const Work& found, int rank, uint8_t* shared) {
   const int thread = threadIdx.x % 128, warpgroup = uniform(threadIdx.x / 128);
   const uint32_t base = shared_address(shared);
-  const float* bias = reinterpret_cast<const float*>(shared + Plan::kBias);
-  const uint8_t* inbox = shared + Plan::kInbox + warpgroup * Plan::kInboxBytes + thread * 16;
-  const float* exponents = reinterpret_cast<const float*>(shared + Plan::kExponents) + 64 * warpgroup;
-  const uint32_t arrived = base + Plan::kArrived + 8 * warpgroup, taken = base + Plan::kTaken + 8 * warpgroup;
+  // What is the warpgroup's in either block.
   const uint32_t peer = in_block(base, 1 - rank);
-  const uint32_t their_inbox = peer + Plan::kInbox + warpgroup * Plan::kInboxBytes + thread * 16;
-  const uint32_t their_exponents = peer + Plan::kExponents + 256 * warpgroup;
-  const uint32_t arrived_there = peer + Plan::kArrived + 8 * warpgroup, taken_there = peer + Plan::kTaken + 8 * warpgroup;
-  load_q(p, w, warpgroup, base);
+  const uint32_t inbox = Plan::kInbox + warpgroup * Plan::kInboxBytes + thread * 16, exponents = Plan::kExponents + 256 * warpgroup;
+  const uint32_t arrived = Plan::kArrived + 8 * warpgroup, taken = Plan::kTaken + 8 * warpgroup;
+  // Kept where it takes no registers.
+  const Work& w = reinterpret_cast<Work*>(shared + Plan::kWork)[warpgroup];
+  if (thread == 0) reinterpret_cast<Work*>(shared + Plan::kWork)[warpgroup] = found;
+  load_q(p, found, warpgroup, base);
   const uint64_t q_at = descriptor(base + Plan::kQ + warpgroup * 64 * 128, 16, kGroupBytes);
 
   float o[kVStages][64];  // [row, 128 values] of each stage
@@ -279,11 +290,6 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
     for (int stage = 0; stage < kVStages; ++stage) o[stage][i] = 0.0f;
   // Of rows fragment_row(thread, 0) and 8 further: the exponent so far, whole; the sum of the thread's columns of own tiles.
   float most[2] = {-kInf, -kInf}, sum[2] = {0.0f, 0.0f};
-  int token[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) token[r] = (w.first_row + 64 * warpgroup + fragment_row(thread, 2 * r)) / p.group;
-  uint32_t probabilities[16];
-  int sent = 0, received = 0;
   Ring ring;
 
   const auto stage_at = [&]() { return base + Plan::kRing + ring.stage * kStageBytes; };
@@ -294,17 +300,13 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
   const auto give_back = [&](int stage) {
     if (threadIdx.x % 32 == 0) barrier_arrive(base + Plan::kEmpty + 8 * stage);
   };
+  const auto own_tiles = [&]() { return (w.tiles + 1 - rank) / 2; };
+  const auto their_tiles = [&]() { return (w.tiles + rank) / 2; };
   // Messages: one of each of the peer's tiles, then its sums. The next one is awaited as soon as one has come.
-  const int messages = (w.tiles + rank) / 2;
-  const auto expect = [&]() {
-    if (thread == 0) barrier_expect(arrived, received < messages ? Plan::kInboxBytes + 64 * 4 : 64 * 4);
+  const auto expect = [&](int message) {
+    if (thread == 0) barrier_expect(base + arrived, message < their_tiles() ? Plan::kInboxBytes + 64 * 4 : 64 * 4);
   };
-  const auto await_message = [&]() {
-    wait_for_there(arrived, received & 1);
-    ++received;
-    if (received <= messages) expect();
-  };
-  expect();
+  expect(0);
   // The exponent rises to `now`.
   const auto rise = [&](const float (&now)[2]) {
     float alpha[2];
@@ -321,19 +323,82 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
         for (int i = 0; i < 64; ++i) o[stage][i] *= alpha[i % 4 / 2];
     }
   };
-  // o += probabilities · V of the next stages.
-  const auto multiply = [&]() {
-    int before = 0;
+  // o += probabilities · V of the next stages, put under way.
+  const auto multiply = [&](const uint32_t(&a)[16], auto between) {
 #pragma unroll
     for (int stage = 0; stage < kVStages; ++stage) {
       await_stage();
       const uint64_t v_at = descriptor(stage_at(), kPanelBytes, kGroupBytes);
       hold(o[stage]);
       wgmma_fence();
-      wgmma_values<0>(o[stage], probabilities, further(v_at, mn_major_step(0)));
-      wgmma_values<4>(o[stage], probabilities, further(v_at, mn_major_step(1)));
-      wgmma_values<8>(o[stage], probabilities, further(v_at, mn_major_step(2)));
-      wgmma_values<12>(o[stage], probabilities, further(v_at, mn_major_step(3)));
+      wgmma_values<0>(o[stage], a, further(v_at, mn_major_step(0)));
+      wgmma_values<4>(o[stage], a, further(v_at, mn_major_step(1)));
+      wgmma_values<8>(o[stage], a, further(v_at, mn_major_step(2)));
+      wgmma_values<12>(o[stage], a, further(v_at, mn_major_step(3)));
+      wgmma_commit();
+      if (stage == 0) between();
+      ring.next();
+    }
+  };
+  // They are done.
+  const auto finish = [&]() {
+    wgmma_wait_but<0>();
+    int stage = ring.stage < kVStages ? ring.stage + kStages - kVStages : ring.stage - kVStages;
+#pragma unroll
+    for (int i = 0; i < kVStages; ++i) {
+      hold(o[i]);
+      give_back(stage);
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+  };
+  // The peer's next tile. `between` is done when its first products are under way.
+  uint32_t theirs[16];
+  const auto multiply_theirs = [&](int message, auto between) {
+    wait_for_there(base + arrived, message & 1);
+    expect(message + 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 four = load_shared_4(base + inbox + i * 128 * 16);
+      theirs[4 * i] = four.x;
+      theirs[4 * i + 1] = four.y;
+      theirs[4 * i + 2] = four.z;
+      theirs[4 * i + 3] = four.w;
+    }
+    const float exponent[2] = {load_shared(base + exponents + 4 * fragment_row(thread, 0)), load_shared(base + exponents + 4 * fragment_row(thread, 2))};
+    NUMINOUS_DUMP(message == 0 && rank == 1, for (int i = 0; i < 32; ++i)
+      p.debug[kDebugTaken + (64 * warpgroup + fragment_row(thread, i)) * kKeys + fragment_column(thread, i)] =
+          bf16_value(uint16_t(theirs[i / 2] >> 16 * (i % 2))))
+    float now[2], less[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      now[r] = fmaxf(most[r], exponent[r]);
+      less[r] = exponent[r] == now[r] ? 1.0f : power_of_two(exponent[r] - now[r]);
+    }
+    if (__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)) {
+      const uint32_t by[2] = {bf16_pair(less[0], less[0]), bf16_pair(less[1], less[1])};
+#pragma unroll
+      for (int i = 0; i < 16; ++i) theirs[i] = multiply_bf16_pairs(theirs[i], by[i % 2]);
+    }
+    rise(now);
+    multiply(theirs, between);
+    // Products with it are under way, so all lanes have read it.
+    if (threadIdx.x % 32 == 0) arrive_there(peer + taken);
+  };
+  // The block's own tile of a pair, and with `theirs` behind its scores the peer's of the pair before: its products go on during the softmax.
+  const auto attend_pair = [&](int pair, auto with_theirs) {
+    const int tile = 2 * pair + rank;
+    float s[32];
+    int before = 0;
+#pragma unroll
+    for (int stage = 0; stage < kKStages; ++stage) {
+      await_stage();
+      NUMINOUS_DUMP(tile == 0 && warpgroup == 0, dump_stage(p.debug + stage * kStageDims, kDim, shared + Plan::kRing + ring.stage * kStageBytes))
+      const uint64_t k_at = descriptor(stage_at(), 16, kGroupBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kStageDims / 16; ++step)
+        wgmma_scores(s, further(q_at, k_major_step(kQPanelBytes, stage * kStageDims / 16 + step)),
+                     further(k_at, k_major_step(kPanelBytes, step)), stage + step > 0);
       wgmma_commit();
       if (stage > 0) {
         wgmma_wait_but<1>();
@@ -342,148 +407,114 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
       before = ring.stage;
       ring.next();
     }
-    wgmma_wait_but<0>();
+    if constexpr (with_theirs) {
+      multiply_theirs(pair - 1, [&]() {
+        wgmma_wait_but<1>();  // scores are done
+        give_back(before);
+      });
+    } else {
+      wgmma_wait_but<0>();
+      give_back(before);
+    }
+    hold(s);
+
+    const bool in_prefix = w.in_prefix(tile);
+    const int start = w.start(tile), limit = w.limit(tile), shift = in_prefix ? w.prefix : 0;
+    float factor = p.factor;
+    if (p.cap > 0.0f) {  // cap · tanh(x), x = score / cap
 #pragma unroll
-    for (int stage = 0; stage < kVStages; ++stage) hold(o[stage]);
-    give_back(before);
+      for (int i = 0; i < 32; ++i) s[i] = p.cap * (1.0f - divide_fast(2.0f, exp2_fast(s[i] * factor) + 1.0f));
+      factor = 1.0f;
+    }
+    if (in_prefix) {
+      barrier_wait(base + Plan::kBiased + 8 * (pair & 1), pair >> 1 & 1);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] += load_shared(base + Plan::kBias + 4 * ((pair & 1) * kKeys + fragment_column(thread, i)));
+    }
+    // A token sees keys from its position - window on, of the chunk up to itself.
+    const auto lowest = [&](int of) { return p.window < 0 ? start : of + shift - p.window; };
+    const auto highest = [&](int of) { return !in_prefix && p.causal && of < limit ? of : limit - 1; };
+    if (lowest(w.last) > start || highest(w.first) < start + kKeys - 1) {
+      int low[2], high[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int token = (w.first_row + 64 * warpgroup + fragment_row(thread, 2 * r)) / p.group;
+        low[r] = lowest(token);
+        high[r] = highest(token);
+      }
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int at = start + fragment_column(thread, i);
+        if (at < low[i % 4 / 2] || at > high[i % 4 / 2]) s[i] = -kInf;
+      }
+    }
+    float now[2] = {-kInf, -kInf}, added[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 32; ++i) now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
+      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
+      now[r] = fmaxf(most[r], ceilf(now[r] * factor));
+    }
+    const float off[2] = {base_of(now[0]), base_of(now[1])};
+    uint32_t own[16];
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+      const int r = i % 4 / 2;
+      const float one = exp2_fast(s[i] * factor - off[r]), two = exp2_fast(s[i + 1] * factor - off[r]);
+      added[r] += one + two;
+      own[i / 2] = bf16_pair(one, two);
+      NUMINOUS_DUMP(tile == 0, const int at = (64 * warpgroup + fragment_row(thread, i)) * kKeys + fragment_column(thread, i);
+                    p.debug[kDebugS + at] = s[i]; p.debug[kDebugS + at + 1] = s[i + 1];
+                    p.debug[kDebugP + at] = one; p.debug[kDebugP + at + 1] = two)
+    }
+
+    // To the peer. It has taken the message before.
+    if (pair > 0) wait_for_there(base + taken, (pair - 1) & 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      send(peer + inbox + i * 128 * 16, uint4{own[4 * i], own[4 * i + 1], own[4 * i + 2], own[4 * i + 3]}, peer + arrived);
+    if (thread % 4 == 0) {
+      send(peer + exponents + 4 * fragment_row(thread, 0), now[0], peer + arrived);
+      send(peer + exponents + 4 * fragment_row(thread, 2), now[1], peer + arrived);
+    }
+    if constexpr (with_theirs) finish();
+    rise(now);
+    sum[0] += added[0];
+    sum[1] += added[1];
+    NUMINOUS_DUMP(tile == 0 && warpgroup == 0, Ring at = ring; for (int stage = 0; stage < kVStages; ++stage, at.next()) {
+      barrier_wait(base + Plan::kFull + 8 * at.stage, at.turn);
+      dump_stage(p.debug + kDebugV + stage * kStageDims, kHalf, shared + Plan::kRing + at.stage * kStageBytes);
+    })
+    multiply(own, [] {});
+    finish();
   };
 
-  for (int pair = 0; 2 * pair < w.tiles; ++pair) {
-    const int tile = 2 * pair + rank;
-    if (tile < w.tiles) {
-      float s[32];
-      int before = 0;
-#pragma unroll
-      for (int stage = 0; stage < kKStages; ++stage) {
-        await_stage();
-        NUMINOUS_DUMP(tile == 0 && warpgroup == 0, dump_stage(p.debug + stage * kStageDims, kDim, shared + Plan::kRing + ring.stage * kStageBytes))
-        const uint64_t k_at = descriptor(stage_at(), 16, kGroupBytes);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kStageDims / 16; ++step)
-          wgmma_scores(s, further(q_at, k_major_step(kQPanelBytes, stage * kStageDims / 16 + step)),
-                       further(k_at, k_major_step(kPanelBytes, step)), stage + step > 0);
-        wgmma_commit();
-        if (stage > 0) {
-          wgmma_wait_but<1>();
-          give_back(before);
-        }
-        before = ring.stage;
-        ring.next();
-      }
-      wgmma_wait_but<0>();
-      hold(s);
-      give_back(before);
-
-      const bool in_prefix = w.in_prefix(tile);
-      const int start = w.start(tile), limit = w.limit(tile), shift = in_prefix ? w.prefix : 0;
-      float factor = p.factor;
-      if (p.cap > 0.0f) {  // cap · tanh(x), x = score / cap
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] = p.cap * (1.0f - divide_fast(2.0f, exp2_fast(s[i] * factor) + 1.0f));
-        factor = 1.0f;
-      }
-      if (in_prefix) {
-        barrier_wait(base + Plan::kBiased + 8 * (pair & 1), pair >> 1 & 1);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) s[i] += bias[(pair & 1) * kKeys + fragment_column(thread, i)];
-      }
-      // A token sees keys from its position - window on, of the chunk up to itself.
-      const auto lowest = [&](int of) { return p.window < 0 ? start : of + shift - p.window; };
-      const auto highest = [&](int of) { return !in_prefix && p.causal && of < limit ? of : limit - 1; };
-      if (lowest(w.last) > start || highest(w.first) < start + kKeys - 1) {
-        const int low[2] = {lowest(token[0]), lowest(token[1])}, high[2] = {highest(token[0]), highest(token[1])};
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const int at = start + fragment_column(thread, i);
-          if (at < low[i % 4 / 2] || at > high[i % 4 / 2]) s[i] = -kInf;
-        }
-      }
-      float now[2] = {-kInf, -kInf};
-#pragma unroll
-      for (int i = 0; i < 32; ++i) now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
-        now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
-        now[r] = fmaxf(most[r], ceilf(now[r] * factor));
-      }
-      rise(now);
-      const float taken_off[2] = {base_of(now[0]), base_of(now[1])};
-#pragma unroll
-      for (int i = 0; i < 32; i += 2) {
-        const int r = i % 4 / 2;
-        const float one = exp2_fast(s[i] * factor - taken_off[r]), two = exp2_fast(s[i + 1] * factor - taken_off[r]);
-        sum[r] += one + two;
-        probabilities[i / 2] = bf16_pair(one, two);
-        NUMINOUS_DUMP(tile == 0, const int at = (64 * warpgroup + fragment_row(thread, i)) * kKeys + fragment_column(thread, i);
-                      p.debug[kDebugS + at] = s[i]; p.debug[kDebugS + at + 1] = s[i + 1];
-                      p.debug[kDebugP + at] = one; p.debug[kDebugP + at + 1] = two)
-      }
-
-      // To the peer. It has taken the message before.
-      if (sent > 0) wait_for_there(taken, (sent - 1) & 1);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        send(their_inbox + i * 128 * 16,
-             uint4{probabilities[4 * i], probabilities[4 * i + 1], probabilities[4 * i + 2], probabilities[4 * i + 3]}, arrived_there);
-      if (thread % 4 == 0) {
-        send(their_exponents + 4 * fragment_row(thread, 0), now[0], arrived_there);
-        send(their_exponents + 4 * fragment_row(thread, 2), now[1], arrived_there);
-      }
-      ++sent;
-      NUMINOUS_DUMP(tile == 0 && warpgroup == 0, Ring at = ring; for (int stage = 0; stage < kVStages; ++stage, at.next()) {
-        barrier_wait(base + Plan::kFull + 8 * at.stage, at.turn);
-        dump_stage(p.debug + kDebugV + stage * kStageDims, kHalf, shared + Plan::kRing + at.stage * kStageBytes);
-      })
-      multiply();
-    }
-    if (2 * pair + 1 - rank < w.tiles) {
-      await_message();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4 four = *reinterpret_cast<const uint4*>(inbox + i * 128 * 16);
-        probabilities[4 * i] = four.x;
-        probabilities[4 * i + 1] = four.y;
-        probabilities[4 * i + 2] = four.z;
-        probabilities[4 * i + 3] = four.w;
-      }
-      const float theirs[2] = {exponents[fragment_row(thread, 0)], exponents[fragment_row(thread, 2)]};
-      NUMINOUS_DUMP(pair == 0 && rank == 1, for (int i = 0; i < 32; ++i)
-        p.debug[kDebugTaken + (64 * warpgroup + fragment_row(thread, i)) * kKeys + fragment_column(thread, i)] =
-            bf16_value(uint16_t(probabilities[i / 2] >> 16 * (i % 2))))
-      float now[2], less[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        now[r] = fmaxf(most[r], theirs[r]);
-        less[r] = theirs[r] == now[r] ? 1.0f : power_of_two(theirs[r] - now[r]);
-      }
-      if (__any_sync(~0u, less[0] != 1.0f || less[1] != 1.0f)) {
-        const uint32_t by[2] = {bf16_pair(less[0], less[0]), bf16_pair(less[1], less[1])};
-#pragma unroll
-        for (int i = 0; i < 16; ++i) probabilities[i] = multiply_bf16_pairs(probabilities[i], by[i % 2]);
-      }
-      rise(now);
-      multiply();
-      // Products with it are done, so it has been read by all lanes.
-      if (threadIdx.x % 32 == 0) arrive_there(taken_there);
-    }
+  if (own_tiles() > 0) attend_pair(0, std::false_type());
+#pragma unroll 1
+  for (int pair = 1; pair < own_tiles(); ++pair) attend_pair(pair, std::true_type());
+  // Of the peer's tiles one, two or none are left.
+#pragma unroll 1
+  for (int message = own_tiles() > 0 ? own_tiles() - 1 : 0; message < their_tiles(); ++message) {
+    multiply_theirs(message, [] {});
+    finish();
   }
 
   // Both blocks have seen every exponent, so theirs are the same; sums are of own tiles. After the peer's have come, it writes here no more.
   float total[2];
-  if (sent > 0) wait_for_there(taken, (sent - 1) & 1);
-  const uint32_t their_sums = peer + Plan::kSums + 256 * warpgroup;
+  const int sent = own_tiles();
+  if (sent > 0) wait_for_there(base + taken, (sent - 1) & 1);
+  const uint32_t sums = Plan::kSums + 256 * warpgroup;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
     sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-    if (thread % 4 == 0) send(their_sums + 4 * fragment_row(thread, 2 * r), sum[r], arrived_there);
+    if (thread % 4 == 0) send(peer + sums + 4 * fragment_row(thread, 2 * r), sum[r], peer + arrived);
   }
-  await_message();
-  const float* sums = reinterpret_cast<const float*>(shared + Plan::kSums) + 64 * warpgroup;
+  wait_for_there(base + arrived, their_tiles() & 1);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) total[r] = sum[r] + sums[fragment_row(thread, 2 * r)];
+  for (int r = 0; r < 2; ++r) total[r] = sum[r] + load_shared(base + sums + 4 * fragment_row(thread, 2 * r));
 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -509,13 +540,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, int rank
 
 // --- Kernel -------------------------------------------------------------------------------------------------------------------
 
+__device__ __forceinline__ uint8_t* shared_memory() {
+  uint8_t* shared = dynamic_shared();
+  return shared + (1024 - shared_address(shared) % 1024) % 1024;
+}
+
 // Threads 0 … 255 consume, the rest produce.
 __device__ __forceinline__ void attend(const Params& p) {
-  const int rank = cluster_rank();
-  uint8_t* shared = dynamic_shared();
-  shared += (1024 - shared_address(shared) % 1024) % 1024;
-  const uint32_t base = shared_address(shared);
   if (threadIdx.x == 0) {
+    const uint32_t base = shared_address(shared_memory());
     for (int stage = 0; stage < kStages; ++stage) {
       barrier_init(base + Plan::kFull + 8 * stage, 128);
       barrier_init(base + Plan::kEmpty + 8 * stage, kConsumers / 32);
@@ -533,11 +566,11 @@ __device__ __forceinline__ void attend(const Params& p) {
   if (threadIdx.x >= kConsumers) {
     fewer_registers<kProducerRegisters>();
     Work w;
-    if (work_of(p, w)) produce(p, w, rank, base, reinterpret_cast<float*>(shared + Plan::kBias));
+    if (work_of(p, w)) produce(p, w, cluster_rank(), shared_memory());
   } else {
     more_registers<kConsumerRegisters>();
     Work w;
-    if (work_of(p, w)) consume(p, w, rank, shared);
+    if (work_of(p, w)) consume(p, w, cluster_rank(), shared_memory());
   }
 }
 

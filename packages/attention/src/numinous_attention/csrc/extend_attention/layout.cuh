@@ -29,6 +29,7 @@ constexpr uint32_t kGroupBytes = 1024;  // 8 rows of 128 bytes
 constexpr uint32_t kPanelBytes = kKeys * 128;
 constexpr uint32_t kStageBytes = 2 * kPanelBytes;
 constexpr uint32_t kQPanelBytes = kRows * 128;
+constexpr uint32_t kWorkBytes = 64;
 
 static_assert(kDim % (2 * kStageDims) == 0, "a stage has values of one half of V");
 // The last stage of a pair that is filled follows one of that pair that is read: whoever reads that is done with the pair before.
@@ -76,8 +77,10 @@ struct Plan {
   static constexpr uint32_t kFull = kBarriers, kEmpty = kFull + 8 * kStages;    // of the stages
   static constexpr uint32_t kBiased = kEmpty + 8 * kStages;                     // [2]
   static constexpr uint32_t kArrived = kBiased + 16, kTaken = kArrived + 16;    // [warpgroup]: messages
-  static constexpr uint32_t kBytes = kTaken + 16 + 1024;                        // the last for the start
+  static constexpr uint32_t kWork = kTaken + 16;                                // [warpgroup]
+  static constexpr uint32_t kBytes = kWork + 2 * kWorkBytes + 1024;             // the last for the start
   static_assert(kRing % 1024 == 0 && kStageBytes % 1024 == 0, "panels begin at multiples of 1024");
+  static_assert(kWork % 8 == 0, "it begins with 64 bits");
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 };
 

@@ -65,6 +65,12 @@ __device__ __forceinline__ void wgmma_values(float (&d)[64], const uint32_t (&a)
 // The same in all lanes of a warp, and known to be so: descriptors stay in uniform registers.
 __device__ __forceinline__ int uniform(int v) { return __shfl_sync(~0u, v, 0); }
 
+// The same, which the compiler does not know: what follows from it is computed here and not kept.
+__device__ __forceinline__ int anew(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // --- Barriers ---------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -154,6 +160,16 @@ __device__ __forceinline__ void copy_16(uint32_t to, const uint16_t* from, bool 
 // Arrives when the thread's copies up to here are done.
 __device__ __forceinline__ void arrive_after_copies(uint32_t at) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ float load_shared(uint32_t at) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_shared_4(uint32_t at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
 }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
