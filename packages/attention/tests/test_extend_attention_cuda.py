@@ -285,6 +285,34 @@ def test_past_2_31_elements_on_the_model(compiled: Callable[..., Any], ids: str)
     OP.compare(case, run_model(compiled(), case, inputs), OP.reference(case, inputs))
 
 
+def test_sinks_in_bf16_on_the_model(compiled: Callable[..., Any]) -> None:
+    """The bits of the same numbers in fp32."""
+    case = Case("5", "5", heads=4, sink=True, dim=512)
+    inputs = OP.make_inputs(case, 0, CPU)
+    inputs["sinks"] = inputs["sinks"].bfloat16()
+    one = run_model(compiled(), case, inputs)["out"]
+    inputs["sinks"] = inputs["sinks"].float()
+    other = run_model(compiled(), case, inputs)["out"]
+    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_pointers_beyond_their_lists_on_the_model(compiled: Callable[..., Any]) -> None:
+    """Rows and ids end where their tensors do; rows that belong to no request are left alone."""
+    case = Case("6_5", "9_20", dim=512, layout="padded")
+    inputs = OP.make_inputs(case, 1, CPU)  # 5 and 6 rows behind 20 and 9 ids
+    inputs |= {x: inputs[x].nan_to_num() for x in ("q", "k", "v")}
+    inputs["qo_indptr"][:] = torch.tensor([2, 8, 99])
+    inputs["kv_indptr"][:] = torch.tensor([3, 15, 1000])
+    call = _checked(case, inputs)
+    compiled().be_slow(0, 0)
+    run_call(compiled(), call)
+    ends = {"qo_indptr": [2, 8, len(call.out)], "kv_indptr": [3, 15, 29]}
+    tables = {name: torch.tensor(values) for name, values in ends.items()}
+    want = kernels.reference(**{**inputs, **tables}, **bench._options(case))
+    assert bool((call.out[:2] == 7.0).all())
+    torch.testing.assert_close(call.out[2:].double(), want["out"][2:], rtol=0.02, atol=0.02)
+
+
 # --- What is refused ------------------------------------------------------------------------------------------------
 
 

@@ -104,13 +104,13 @@ def launch_call(call: _Call, debug: torch.Tensor | None = None) -> None:
 
 def not_taken(call: _Call, *, asked: bool) -> str:
     """Why the CUDA version does not take a call; empty where it does."""
+    if ON_REQUEST and not asked:
+        return "has not run on a GPU and waits to be asked for"
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability != (9, 0):
         return f"is made for compute capability 9.0, this is {capability[0]}.{capability[1]}"
-    if ON_REQUEST and not asked:
-        return "has not run on a GPU and waits to be asked for"
     return unfit(call)
 
 
