@@ -5,7 +5,8 @@
 
 Compiles the kernel with NUMINOUS_DEBUG=1 (needs nvcc), runs one request of one KV head with 8 query heads, and prints for the first tile of 64 keys
 K and the first half of V as they lie in shared memory, scores S, probabilities P, P as the second block took it, then the output and the lse, either that
-they agree or the first coordinate that does not. P is relative to a whole power of two.
+they agree or the first coordinate that does not. P is relative to a whole power of two. Waits end after about a second in this build, so that a kernel that hangs
+ends, too: what was not reached is NaN.
 """
 
 from __future__ import annotations

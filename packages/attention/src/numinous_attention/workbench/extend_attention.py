@@ -624,11 +624,7 @@ def _bench_cases() -> tuple[Case, ...]:
 def _not_run(tier: str, case: Case) -> str | None:
     if tier == "device" or case not in (*LARGE, *D512):
         return None
-    return (
-        "a case for the GPU and for the model of a cluster"
-        if case in D512
-        else "a case for the GPU"
-    )
+    return "a case for the GPU" + (" and the model of a cluster" if case in D512 else "")
 
 
 def _traffic(case: Case) -> Any:

@@ -87,12 +87,32 @@ __device__ __forceinline__ void barrier_init(uint32_t at, int count) {
 __device__ __forceinline__ void barrier_arrive(uint32_t at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
+#ifdef NUMINOUS_DEBUG
+// A wait that would never end is given up after about a second, so that the kernel ends and what it dumped can be read.
+__device__ __forceinline__ void wait_for_there(uint32_t at, uint32_t parity) {
+  const long long start = clock64();
+  for (uint32_t done = 0; done == 0 && clock64() - start < 2000000000;)
+    asm volatile(
+        "{.reg .pred p;\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        " selp.u32 %0, 1, 0, p;}\n" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) { wait_for_there(at, parity); }
+#else
 __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) {
   asm volatile(
       "{.reg .pred p;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
       " @!p bra again;}\n" ::"r"(at), "r"(parity) : "memory");
 }
+// What the other block sent is seen, too.
+__device__ __forceinline__ void wait_for_there(uint32_t at, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+      " @!p bra again;}\n" ::"r"(at), "r"(parity) : "memory");
+}
+#endif
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -143,12 +163,6 @@ __device__ __forceinline__ void barrier_expect(uint32_t at, uint32_t bytes) {
 // Without an order of memory: who arrives has its loads' values already.
 __device__ __forceinline__ void arrive_there(uint32_t at) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void wait_for_there(uint32_t at, uint32_t parity) {
-  asm volatile(
-      "{.reg .pred p;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      " @!p bra again;}\n" ::"r"(at), "r"(parity) : "memory");
 }
 
 // --- Memory -----------------------------------------------------------------------------------------------------------------
