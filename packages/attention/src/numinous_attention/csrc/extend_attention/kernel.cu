@@ -215,16 +215,16 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int rank
       const uint16_t* from = in_prefix ? p.k_pool + w.kv_head * p.k_pool_head : p.k + w.begin * p.k_token + w.kv_head * p.k_head;
       fill(from + 8 * chunk, in_prefix ? p.k_slot : p.k_token, kKStages, own);
     }
+    Entries next;
+    next.fetch(p, w, own_tile + 2, row);
     if (their_tile >= 0 && their_tile < w.tiles) {
       const bool theirs_in_prefix = w.in_prefix(their_tile);
       theirs.resolve(p, theirs_in_prefix);
       fill_values(theirs_in_prefix, theirs);
       theirs.fetch(p, w, their_tile + 2, row);
     }
-    if (own_tile < w.tiles) {
-      fill_values(in_prefix, own);
-      own.fetch(p, w, own_tile + 2, row);
-    }
+    if (own_tile < w.tiles) fill_values(in_prefix, own);
+    own = next;
   }
   wait_for_copies();
 }
