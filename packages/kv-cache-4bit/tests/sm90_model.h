@@ -50,6 +50,7 @@ struct Block {
   std::vector<bool> done;
   ucontext_t scheduler;
   unsigned current = 0, threads = 0;
+  unsigned blocks = 1;  // of a cluster, all of whose threads are here, one block's behind the other's
   std::vector<uint8_t> memory;
   std::map<uint32_t, MBarrier> barriers;
   std::map<int, Named> named;
@@ -68,6 +69,8 @@ inline bool eager = false;  // products are done as early as they may be
 inline int slow = -1;  // a warpgroup that has one turn of four
 inline long patience() { return slow < 0 ? 2 : 8; }  // turns of all threads without any progress
 
+inline unsigned rank() { return block.current / (block.threads / block.blocks); }  // of the thread's block
+
 inline void yield() { swapcontext(&block.contexts[block.current], &block.scheduler); }
 inline void fail(const char* why) {
   if (block.fault == nullptr) block.fault = why;
@@ -80,8 +83,9 @@ inline void progress() {
 
 inline uint8_t* at(uint32_t address, uint32_t bytes) {
   if (address % bytes != 0) fail("misaligned shared memory access");
-  if (address + bytes > block.memory.size()) fail("shared memory access out of bounds");
-  return block.memory.data() + address;
+  const size_t size = block.memory.size() / block.blocks;
+  if (address + bytes > size) fail("shared memory access out of bounds");
+  return block.memory.data() + rank() * size + address;
 }
 
 inline uint32_t exchanged(uint32_t value, int from_lane) {
@@ -104,7 +108,7 @@ inline uint32_t exchanged(uint32_t value, int from_lane) {
 }  // namespace model
 
 struct ThreadIndex {
-  struct { operator unsigned() const { return model::block.current; } } x;
+  struct { operator unsigned() const { return model::block.current % (model::block.threads / model::block.blocks); } } x;
 };
 inline ThreadIndex threadIdx;
 #define blockIdx model::block_index
@@ -129,7 +133,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 namespace numinous {
 
 inline void named_barrier(int id, int threads) {
-  model::Named& barrier = model::block.named[id];
+  model::Named& barrier = model::block.named[id + 16 * int(model::rank())];
   const unsigned generation = barrier.generation;
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
@@ -139,12 +143,12 @@ inline void named_barrier(int id, int threads) {
   while (barrier.generation == generation) model::yield();
 }
 }  // namespace numinous
-inline void __syncthreads() { numinous::named_barrier(0, int(model::block.threads)); }
+inline void __syncthreads() { numinous::named_barrier(0, int(model::block.threads / model::block.blocks)); }
 
 namespace numinous {
 
-inline uint8_t* dynamic_shared() { return model::block.memory.data() + 256; }  // not at a multiple of 1024
-inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const uint8_t*>(p) - model::block.memory.data()); }
+inline uint8_t* dynamic_shared() { return model::at(0, 1) + 256; }  // not at a multiple of 1024
+inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const uint8_t*>(p) - model::at(0, 1)); }
 inline void wait_for_grid_before() {}
 inline void fence_after_init() {}
 inline void start_next_grid() {}
@@ -166,9 +170,9 @@ template <int> void fewer_registers() {}
 
 inline int uniform(int v, int lane = 0) { return int(model::exchanged(uint32_t(v), lane)); }
 
-inline void barrier_init(uint32_t at, int count) { model::block.barriers[at] = {count, count, 0}; }
+inline void barrier_init(uint32_t at, int count) { model::block.barriers[model::rank() << 24 | at] = {count, count, 0}; }
 inline void barrier_arrive(uint32_t at) {
-  model::MBarrier& barrier = model::block.barriers.at(at);
+  model::MBarrier& barrier = model::block.barriers.at(model::rank() << 24 | at);
   if (--barrier.pending == 0) {
     barrier.pending = barrier.count;
     ++barrier.phase;
@@ -177,7 +181,7 @@ inline void barrier_arrive(uint32_t at) {
 }
 // Until the phase of that parity is over; before the first, the one of parity 1 is.
 inline void barrier_wait(uint32_t at, uint32_t parity) {
-  model::MBarrier& barrier = model::block.barriers.at(at);
+  model::MBarrier& barrier = model::block.barriers.at(model::rank() << 24 | at);
   while (barrier.phase % 2 == parity) model::yield();
 }
 
@@ -288,12 +292,14 @@ inline void start() {
   while (true) yield();
 }
 
-// Runs `run` in a block of `threads` threads; null, or what went wrong.
-inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
+// Runs `run` in a block of `threads` threads, or in the blocks of a cluster; null, or what went wrong.
+inline const char* run_block(void (*run)(), unsigned threads, unsigned shared, unsigned blocks = 1) {
   body = run;
   block = Block{};
+  threads *= blocks;
   block.threads = threads;
-  block.memory.assign((256 + shared + 15) / 16 * 16, 0xff);
+  block.blocks = blocks;
+  block.memory.assign((256 + shared + 15) / 16 * 16 * blocks, 0xff);
   block.contexts.resize(threads);
   block.done.assign(threads, false);
   block.warps.resize(threads / 32);

@@ -41,18 +41,21 @@ warps of a product that another follows along its rows, so that both warpgroups 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from numinous_attention.kernels import extend_attention_cuda as cuda
 from numinous_tooling.device.convert import decode_bf16, decode_e4m3fn, encode_bf16
 from numinous_tooling.workbench import Tensors, Traffic
 
 __all__ = ["Extended", "extend_attention", "reference", "traffic", "visible_pairs"]
 
 LOG2E = math.log2(math.e)
+
+Impl = Literal["cuda", "triton"]
 
 
 class Extended(NamedTuple):
@@ -638,6 +641,7 @@ def extend_attention(
     v_scale: float = 1.0,
     out: torch.Tensor | None = None,
     with_lse: bool = False,
+    impl: Impl | None = None,
 ) -> Extended:
     """Attention of ragged chunks of new tokens over their cached prefixes and themselves; see the module.
 
@@ -655,17 +659,25 @@ def extend_attention(
         k_scale, v_scale: of the pools.
         out: written where given, [tokens, heads, D_v] in q's type.
         with_lse: also return lse.
+        impl: "cuda" is for Hopper, bf16 and D = D_v = 512, without mask and scales; None takes it where it takes the call and
+            `extend_attention_cuda.ON_REQUEST` is False, else "triton".
 
     Raises:
         TypeError: a dtype is not the one named.
         ValueError: shapes, strides, devices or values do not fit.
+        NotImplementedError: "cuda" does not take the call.
     """
     call = _checked(
         q, k, v, k_pool, v_pool, qo_indptr, kv_indptr, kv_indices, sm_scale, causal, window, mask, mask_indptr,
         mask_offsets, mask_prefix, logit_cap, sinks, k_scale, v_scale, out, with_lse,
     )  # fmt: skip
+    if impl not in (None, "cuda", "triton"):
+        raise ValueError(f"impl is 'cuda', 'triton' or None, got {impl!r}")
+    reason = cuda.not_taken(call, asked=impl == "cuda") if impl != "triton" else ""
+    if impl == "cuda" and reason:
+        raise NotImplementedError(f"impl='cuda' {reason}; use impl='triton'")
     if len(call.qo_indptr) > 1 and call.q.shape[0]:
-        _launch(call)
+        _launch(call) if reason or impl == "triton" else cuda.launch_call(call)
     return Extended(call.out, call.lse)
 
 

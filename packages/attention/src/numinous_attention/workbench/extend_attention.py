@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from numinous_attention.kernels import extend_attention_cuda as cuda
 from numinous_attention.kernels.extend_attention import (
     Tile,
     extend_attention,
@@ -309,7 +310,21 @@ def compare(case: Case, got: Tensors, want: Tensors) -> None:
 
 
 def _run(case: Case, inputs: Tensors) -> Tensors:
-    return _used(case, extend_attention(**inputs, **_options(case), with_lse=True)._asdict())
+    made = extend_attention(**inputs, **_options(case), with_lse=True, impl="triton")
+    return _used(case, made._asdict())
+
+
+def _run_cuda(case: Case, inputs: Tensors) -> Tensors:
+    made = extend_attention(**inputs, **_options(case), with_lse=True, impl="cuda")
+    return _used(case, made._asdict())
+
+
+def _cuda_refuses(case: Case) -> str | None:
+    if case.kind != "bfloat16" or case.pool != "own" or case.mask:
+        return "it takes bf16 without a mask"
+    if case.dim != cuda.DIM or case.value_dim != cuda.DIM:
+        return f"it is made for head dim {cuda.DIM}"
+    return None
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------
@@ -567,7 +582,27 @@ LARGE = (
     Case("150_90", "200_30", 8, 1, 512, mask="span", causal=False, mask_prefix=True),
     Case("100", "100", 8, 1, 64, kind="float32"),
     Case("17_40_333_700_90_256_64_128_500_600_33_18_77_410_222_300", "250_" * 16, 8, 4, 128),
+    Case("511_64", "65_1024", 8, 4, 512, window=200, ids="int64", sink=True),
+    Case("257_700", "2500_129", 12, 4, 512, cap=30.0, layout="padded", holes=True),
+    Case("200_65", "300_64", 16, 1, 512, causal=False, layout="sliced"),
 )  # fmt: skip
+
+
+# Of D 512 with little else: what the CUDA version is shown, too, on a model of a cluster of blocks. Its tiles are 128 rows and 64 keys.
+D512 = (
+    Case("", "", dim=512),
+    Case("0_3", "5_0", dim=512),
+    Case("1", "0", heads=1, dim=512),
+    Case("9_0_17", "0_5_130", heads=6, kv_heads=2, dim=512, sink=True),  # 3 heads a group
+    Case("40", "70", heads=8, dim=512, ids="int64", layout="sliced"),
+    Case("20", "130", heads=3, dim=512, holes=True, layout="padded", cap=3.0),
+    Case("70", "10", heads=2, dim=512, causal=False),
+    Case("3", "6", heads=1, dim=512, window=1, holes=True),
+    *(Case("131", "0", heads=1, dim=512, window=w) for w in (0, 63, 64, 65)),
+    *(Case("2", "200", heads=1, dim=512, window=w) for w in (127, 128, 129)),
+    Case("60", "90", heads=2, dim=512, window=80, causal=False),
+    Case("5", "700", heads=2, dim=512),  # twelve tiles: every buffer is used again
+)
 
 
 def _bench_cases() -> tuple[Case, ...]:
@@ -587,9 +622,9 @@ def _bench_cases() -> tuple[Case, ...]:
 
 
 def _not_run(tier: str, case: Case) -> str | None:
-    if tier == "device" or case not in LARGE:
+    if tier == "device" or case not in (*LARGE, *D512):
         return None
-    return "a case for the GPU"
+    return "a case for the GPU" + (" and the model of a cluster" if case in D512 else "")
 
 
 def _traffic(case: Case) -> Any:
@@ -607,14 +642,17 @@ def _traffic(case: Case) -> Any:
 OP = Op(
     name="extend_attention",
     package="attention",
-    cases=(*SMALL, *LARGE),
+    cases=(*SMALL, *LARGE, *D512),
     make_inputs=make_inputs,
     reference=_reference,
     oracle=_oracle,
     compare=compare,
     compare_oracle=_compare_oracle,
     traffic=_traffic,
-    implementations={"triton": Implementation(run=_run, interpret=True)},
+    implementations={
+        "triton": Implementation(run=_run, interpret=True),
+        "cuda": Implementation(run=_run_cuda, archs=("sm90",), refuses=_cuda_refuses),
+    },
     peers={
         "sglang": Implementation(run=_engine, version=_engine_version, refuses=_engine_refuses),
         "flashinfer-fa2": Implementation(
@@ -628,6 +666,7 @@ OP = Op(
         ),
     },
     binaries=(
+        cuda.source_binary(),
         # Of D 512 the programs of a B200 have half of V.
         _binary("d512", Case("5", "35", 8, 1, 512), ("sm90", "sm120", "gfx950"), quick=True),
         _binary("d512_half", Case("5", "35", 8, 1, 512), ("sm100", "sm103")),
