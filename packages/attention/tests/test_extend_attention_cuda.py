@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -371,7 +372,7 @@ def test_cuda_is_asked_for() -> None:
 
 
 def test_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who asks gets it; with `ON_REQUEST` off, every call that it takes; never on another GPU."""
+    """Every call that it takes; never on another GPU."""
     case = Case("2", "3", dim=512)
     call = _checked(case, OP.make_inputs(case, 0, CPU))
 
@@ -383,12 +384,29 @@ def test_choice_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     there = call._replace(q=Elsewhere())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert cuda.not_taken(there, asked=True) == ""
-    assert "waits to be asked for" in cuda.not_taken(there, asked=False)
-    monkeypatch.setattr(cuda, "ON_REQUEST", False)
-    assert cuda.not_taken(there, asked=False) == ""
+    monkeypatch.setattr(cuda, "_missing", lambda device: "")
+    assert cuda.not_taken(there) == ""
+    monkeypatch.setattr(cuda, "_missing", lambda device: "no machine code")
+    assert cuda.not_taken(there) == "no machine code"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "compute capability 9.0, this is 10.0" in cuda.not_taken(there, asked=True)
+    assert "compute capability 9.0, this is 10.0" in cuda.not_taken(there)
+
+
+def test_without_machine_code_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("no machine code for this GPU")
+
+    monkeypatch.setattr(cuda.launch, "load", load)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    cuda._missing.cache_clear()
+    try:
+        for _ in range(2):
+            assert cuda._missing(torch.device("cuda", 0)) == "no machine code for this GPU"
+    finally:
+        cuda._missing.cache_clear()
+    assert [record.message for record in caplog.records] == ["extend_attention: Triton in place of CUDA C++: no machine code for this GPU"]  # fmt: skip
 
 
 # --- On the GPU -----------------------------------------------------------------------------------------------------

@@ -659,8 +659,7 @@ def extend_attention(
         k_scale, v_scale: of the pools.
         out: written where given, [tokens, heads, D_v] in q's type.
         with_lse: also return lse.
-        impl: "cuda" is for Hopper, bf16 and D = D_v = 512, without mask and scales; None takes it where it takes the call and
-            `extend_attention_cuda.ON_REQUEST` is False, else "triton".
+        impl: "cuda" is for Hopper, bf16 and D = D_v = 512, without mask and scales; None is "cuda" where that takes the call, else "triton".
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -673,7 +672,7 @@ def extend_attention(
     )  # fmt: skip
     if impl not in (None, "cuda", "triton"):
         raise ValueError(f"impl is 'cuda', 'triton' or None, got {impl!r}")
-    reason = cuda.not_taken(call, asked=impl == "cuda") if impl != "triton" else ""
+    reason = cuda.not_taken(call) if impl != "triton" else ""
     if impl == "cuda" and reason:
         raise NotImplementedError(f"impl='cuda' {reason}; use impl='triton'")
     if len(call.qo_indptr) > 1 and call.q.shape[0]:

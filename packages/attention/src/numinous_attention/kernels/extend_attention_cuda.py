@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -20,9 +22,6 @@ PACKAGE = "numinous_attention"
 DIM = 512  # of q, K and V
 ROWS, THREADS = 128, 384  # of a cluster of two blocks; of a block
 SHARED = 232192  # bytes of a block: `Plan::kBytes` of layout.cuh
-
-ON_REQUEST = True
-"""The CUDA version has not run on a GPU: only ``impl="cuda"`` takes it. False makes it the default where it takes a call."""
 
 
 def source_binary(*, debug: bool = False) -> SourceBinary:
@@ -102,16 +101,28 @@ def launch_call(call: _Call, debug: torch.Tensor | None = None) -> None:
         )
 
 
-def not_taken(call: _Call, *, asked: bool) -> str:
+def not_taken(call: _Call) -> str:
     """Why the CUDA version does not take a call; empty where it does."""
-    if ON_REQUEST and not asked:
-        return "has not run on a GPU and waits to be asked for"
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability != (9, 0):
         return f"is made for compute capability 9.0, this is {capability[0]}.{capability[1]}"
-    return unfit(call)
+    return unfit(call) or _missing(call.q.device)
+
+
+@functools.cache
+def _missing(device: torch.device) -> str:
+    """Why a GPU has no machine code of it, said once; empty where it has. Loads it, so not first during a capture."""
+    try:
+        with torch.cuda.device(device):
+            launch.load(PACKAGE, source_binary(), entry="extend")
+    except RuntimeError as error:
+        logging.getLogger(__name__).warning(
+            "extend_attention: Triton in place of CUDA C++: %s", error
+        )
+        return str(error)
+    return ""
 
 
 def unfit(call: _Call) -> str:
