@@ -55,6 +55,7 @@ struct Block {
   std::map<int, Named> named;
   std::vector<Exchange> warps;
   std::vector<std::vector<std::vector<std::function<void()>>>> products;  // of each thread, groups under way; the last is not committed
+  std::set<uintptr_t> ever;
   std::set<uintptr_t> asked;  // lines of rows that should be on their way to L2
   long idle = 0, turn = 0;
   bool moved = false;
@@ -62,7 +63,7 @@ struct Block {
 };
 inline Block block;
 inline Index block_index{};
-inline long lines_asked = 0;  // of all blocks
+inline long lines_asked = 0, loads_cold = 0;  // of all blocks; loads of rows from lines that the block never asked for
 inline const uint8_t *first_asked = nullptr, *last_asked = nullptr;  // of what is no row, the last time
 inline bool eager = false;  // products are done as early as they may be
 inline int slow = -1;  // a warpgroup that has one turn of four
@@ -212,6 +213,7 @@ inline float log2_fast(float x) { return std::log2(x); }
 
 inline uint4 load_row(const uint8_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) model::fail("misaligned load of a row");
+  model::loads_cold += model::block.ever.count(reinterpret_cast<uintptr_t>(p) / 128) == 0;
   model::block.asked.erase(reinterpret_cast<uintptr_t>(p) / 128);
   uint4 v;
   std::memcpy(&v, p, 16);
@@ -229,6 +231,7 @@ inline void prefetch_bytes(const uint8_t* p, uint32_t bytes) {
 }
 inline void prefetch_line(const uint8_t* p) {
   model::block.asked.insert(reinterpret_cast<uintptr_t>(p) / 128);
+  model::block.ever.insert(reinterpret_cast<uintptr_t>(p) / 128);
   ++model::lines_asked;
 }
 inline const uint8_t* settled(const uint8_t* p) { return p; }

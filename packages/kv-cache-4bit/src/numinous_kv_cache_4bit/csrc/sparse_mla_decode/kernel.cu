@@ -103,11 +103,12 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
     const int64_t slot = slot_of(p, e, row);
     const uint64_t at = slot >= 0 && slot < p.slots ? reinterpret_cast<uint64_t>(p.pool + slot * p.pool_stride) : 0;
 #if NUMINOUS_PREFETCH == 1
-    // The first line may begin before the row, and its threads have every fourth.
+    // Bytes 128 apart and the last ones: every line of the row, wherever it begins.
 #pragma unroll
-    for (int k = 0; k < (R::kBytes + 112 + 511) / 512; ++k) {
-      const uint64_t line = (at & ~uint64_t(127)) + 128 * (quarter + 4 * k);
-      if (at != 0 && line < at + R::kBytes) prefetch_line(reinterpret_cast<const uint8_t*>(line));
+    for (int k = 0; k < (R::kBytes + 511) / 512; ++k) {
+      const int byte = 128 * (quarter + 4 * k);
+      if (at != 0 && (k == 0 || byte < R::kBytes))
+        prefetch_line(reinterpret_cast<const uint8_t*>(at + min(byte, R::kBytes - 16)));
     }
 #elif NUMINOUS_PREFETCH == 2
 #pragma unroll
@@ -137,8 +138,8 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
     NUMINOUS_TIME(laps.lap(2);)
     // In front of the rows, which are waited for together with them.
     const Entry latest = entry_of(p, w, tile + 3, row);
-    raw.fetch(p, slot_of(p, next, row), quarter);
     prefetch(later);
+    raw.fetch(p, slot_of(p, next, row), quarter);
     next = later;
     later = latest;
     NUMINOUS_TIME(laps.lap(3);)
