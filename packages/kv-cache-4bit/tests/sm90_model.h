@@ -4,7 +4,7 @@
 // thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
 // their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
 // Products are done when their group is waited for, after all others have run, or, eager, at once: what they read must stand still in between.
-// What is not modelled: proxies, register handover, time. Shared memory starts as NaN. Rows that are asked for in L2 are only counted: one
+// What is not modelled: proxies, register handover, time. Shared memory starts as NaN. Lines that are asked for in L2 are only counted: one
 // that is not read afterwards is a fault.
 
 #pragma once
@@ -56,14 +56,15 @@ struct Block {
   std::map<int, Named> named;
   std::vector<Exchange> warps;
   std::vector<std::vector<std::vector<std::function<void()>>>> products;  // of each thread, groups under way; the last is not committed
-  std::set<const uint8_t*> asked;  // rows that should be on their way to L2
+  std::set<uintptr_t> ever;
+  std::set<uintptr_t> asked;  // lines of rows that should be on their way to L2
   long idle = 0, turn = 0;
   bool moved = false;
   const char* fault = nullptr;
 };
 inline Block block;
 inline Index block_index{};
-inline long rows_asked = 0;  // of all blocks
+inline long lines_asked = 0, loads_cold = 0;  // of all blocks; loads of rows from lines that the block never asked for
 inline const uint8_t *first_asked = nullptr, *last_asked = nullptr;  // of what is no row, the last time
 inline bool eager = false;  // products are done as early as they may be
 inline int slow = -1;  // a warpgroup that has one turn of four
@@ -123,6 +124,7 @@ inline int __any_sync(unsigned, bool value) {
   for (int lanes = 1; lanes < 32; lanes *= 2) any |= model::exchanged(any, (model::block.current % 32) ^ lanes);
   return any != 0;
 }
+inline void __syncwarp() { model::exchanged(0, 0); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = uint64_t(b) << 32 | a;
   uint32_t v = 0;
@@ -215,7 +217,8 @@ inline float log2_fast(float x) { return std::log2(x); }
 
 inline uint4 load_row(const uint8_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16 != 0) model::fail("misaligned load of a row");
-  model::block.asked.erase(p);
+  model::loads_cold += model::block.ever.count(reinterpret_cast<uintptr_t>(p) / 128) == 0;
+  model::block.asked.erase(reinterpret_cast<uintptr_t>(p) / 128);
   uint4 v;
   std::memcpy(&v, p, 16);
   return v;
@@ -230,12 +233,10 @@ inline void prefetch_bytes(const uint8_t* p, uint32_t bytes) {
   model::last_asked = p + bytes;
   ask_together(p, bytes);
 }
-template <int kBytes> void prefetch_row(const uint8_t* p) {
-  if (model::block.current % 32 == 0) {
-    model::block.asked.insert(p);
-    ++model::rows_asked;
-  }
-  ask_together(p, kBytes);
+inline void prefetch_line(const uint8_t* p) {
+  model::block.asked.insert(reinterpret_cast<uintptr_t>(p) / 128);
+  model::block.ever.insert(reinterpret_cast<uintptr_t>(p) / 128);
+  ++model::lines_asked;
 }
 inline const uint8_t* settled(const uint8_t* p) { return p; }
 template <class T> void store_shared(uint32_t to, T v) { std::memcpy(model::at(to, sizeof v), &v, sizeof v); }
@@ -335,7 +336,7 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared, u
     }
     if (++block.idle > patience()) return "threads wait for one another";
   }
-  return block.asked.empty() ? nullptr : "a row is asked for and not read";
+  return block.asked.empty() ? nullptr : "a line is asked for and not read";
 }
 
 }  // namespace model

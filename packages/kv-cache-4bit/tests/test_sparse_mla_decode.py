@@ -47,7 +47,8 @@ extern "C" unsigned chunk_at(unsigned thread, int row, int k, int j) {  // where
 }
 extern "C" void be_eager(int eager) { model::eager = eager != 0; }
 extern "C" void be_slow(int group) { model::slow = group; }
-extern "C" long rows_asked() { return model::rows_asked; }
+extern "C" long lines_asked() { return model::lines_asked; }
+extern "C" long loads_cold() { return model::loads_cold; }
 extern "C" unsigned long list_asked(int last) { return (unsigned long)(last ? model::last_asked : model::first_asked); }
 extern "C" unsigned element_at(int rows, int row, int position) { return swizzled(rows, row, position); }
 """
@@ -106,13 +107,23 @@ def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int
     check_no_rows(compiled(352), heads, splits, "wgmma")
 
 
-def test_rows_asked_for_on_the_model(compiled: Any) -> None:
-    """Every row is asked for in L2 once and before it is read, but those of a block's first tile, which are read at once."""
-    library = compiled(352)
-    for case, tiles in ((Case(1, 12, 330, splits=1), 1), (Case(2, 40, 140, splits=2), 4)):
-        before = library.rows_asked()
+def _check_asked(library: Any, width: int) -> None:
+    for case, tiles in ((Case(1, 12, 330, width, splits=1), 1), (Case(2, 40, 140, width, splits=2), 4)):  # fmt: skip
+        asked, cold = library.lines_asked(), library.loads_cold()
         run_model(library, case, OP.make_inputs(case, 0, torch.device("cpu")))
-        assert library.rows_asked() - before == case.requests * case.topk - 64 * tiles
+        rows, lines, loads = case.requests * case.topk - 64 * tiles, *{352: (4, 28), 656: (6, 44)}[width]  # fmt: skip
+        assert library.lines_asked() - asked == rows * lines, "lines asked for"
+        assert library.loads_cold() - cold <= 64 * tiles * loads, "loads from lines not asked for"
+
+
+@pytest.mark.parametrize("width", [352, 656])
+def test_rows_asked_for_on_the_model(compiled: Any, width: int) -> None:
+    """All lines of a row are asked for in L2 before it is read, but of a block's first tile, which is read at once."""
+    _check_asked(compiled(width), width)
+    short = ("min(byte, R::kBytes - 16)", "min(byte, 256)")
+    if width == 352:
+        with pytest.raises(AssertionError, match="not asked for"):
+            _check_asked(compiled(width, short), width)
 
 
 @pytest.mark.parametrize("ids", ["int32", "int64"])

@@ -7,7 +7,7 @@
 // filled and given back by halves of 32 rows: four buffers, of which two side by side are one operand of S.
 //
 //   wide    33 … 64 heads: S = Q · Kᵀ [heads, rows]. Two warpgroups have S and softmax of a tile by turns, and each half of the latent
-//           in O = P · V of all tiles.
+//           in O = P · V of all tiles; the second one weighs its tile beside its products of the first one's.
 //   narrow  up to 16 or 32 heads, so that nothing is padded to 64: Sᵀ = K · Qᵀ [rows, heads], Oᵀ = Vᵀ · Pᵀ [latent, heads]. Two
 //           warpgroups with every other tile each and a softmax of its own; they meet at the end.
 //
@@ -15,7 +15,8 @@
 // and with 64 heads there is no room. `layout.cuh` has every address, `sm90.cuh` every instruction, `common.cuh`
 // what does not depend on either.
 //
-// Compiled once for each width of a row, NUMINOUS_WIDTH. With NUMINOUS_DEBUG=1, block 0 writes its first K tile, S and P to `debug`.
+// Compiled once for each width of a row, NUMINOUS_WIDTH. With NUMINOUS_DEBUG=1, block 0 writes its first K tile, S and P to `debug`; with
+// NUMINOUS_TIMES=1, each warpgroup of each block how long its steps take. NUMINOUS_PREFETCH is how rows are asked for in L2.
 
 #include "layout.cuh"
 #ifdef NUMINOUS_MODEL  // the tests' model of a block of threads on the CPU
@@ -33,6 +34,45 @@ constexpr int kAllConsumers = 1, kOneWarpgroup = 2;
 constexpr int kProducerGroups = 2;
 // Of a thread; 2 × 64 + 2 × 192 = 4 × 128. With eight fewer, a producer's quarter of 656 bytes spills; with 16 more, 32 heads of a consumer.
 constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
+
+// How a row is asked for in L2 a tile before it is loaded: 0 not at all, 1 line by line by its four threads, 2 at once by a warp, through
+// the unit for bulk copies. 2 was version 3's; until all have run beside one another.
+#ifndef NUMINOUS_PREFETCH
+#define NUMINOUS_PREFETCH 1
+#endif
+
+#ifdef NUMINOUS_TIMES
+// Cycles of the steps of a warpgroup's first thread, from lap to lap, a tile on average: debug [block][warpgroup][16], the last but one all
+// of them together, the last the tiles.
+struct Laps {
+  int of[14] = {}, last = ticks();
+  __device__ __forceinline__ void lap(int step) {
+    const int now = ticks();
+    of[step] += now - last;
+    last = now;
+  }
+  __device__ __forceinline__ void write(const Params& p, int tiles) const {
+    if (threadIdx.x % 128 != 0 || p.debug == nullptr) return;
+    float* to = p.debug + (int64_t(blockIdx.x) * 4 + threadIdx.x / 128) * 16;
+    int all = 0;
+    for (int i = 0; i < 14; ++i) {
+      to[i] = float(of[i]) / float(tiles);
+      all += of[i];
+    }
+    to[14] = float(all) / float(tiles);
+    to[15] = float(tiles);
+  }
+};
+#define NUMINOUS_TIME(...) __VA_ARGS__
+#else
+#define NUMINOUS_TIME(...)
+#endif
+
+// What the threads of a warp wrote, whoever waits for the barrier sees: an arrival a warp.
+__device__ __forceinline__ void warp_arrive(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
 
 // --- Producers ----------------------------------------------------------------------------------------------------------------
 
@@ -62,11 +102,21 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
   const auto prefetch = [&](Entry e) {
     const int64_t slot = slot_of(p, e, row);
     const uint64_t at = slot >= 0 && slot < p.slots ? reinterpret_cast<uint64_t>(p.pool + slot * p.pool_stride) : 0;
+#if NUMINOUS_PREFETCH == 1
+    // Bytes 128 apart and the last ones: every line of the row, wherever it begins.
+#pragma unroll
+    for (int k = 0; k < (R::kBytes + 511) / 512; ++k) {
+      const int byte = 128 * (quarter + 4 * k);
+      if (at != 0 && (k == 0 || byte < R::kBytes))
+        prefetch_line(reinterpret_cast<const uint8_t*>(at + min(byte, R::kBytes - 16)));
+    }
+#elif NUMINOUS_PREFETCH == 2
 #pragma unroll
     for (int lane = 0; lane < 8; ++lane) {  // one of each row of the warp
       const uint64_t one = uint64_t(uint32_t(uniform(int(at >> 32), lane))) << 32 | uint32_t(uniform(int(at), lane));
       if (one != 0) prefetch_row<R::kBytes>(reinterpret_cast<const uint8_t*>(one));
     }
+#endif
   };
   Raw<R> raw;
   const Entry first = entry_of(p, w, w.begin, row);
@@ -75,21 +125,26 @@ __device__ __forceinline__ void produce(const Params& p, const Work& w, int grou
   raw.fetch(p, slot_of(p, first, row), quarter);
   prefetch(next);
   if (group == 0 && thread < 32) prefetch_ids(p, w);
+  NUMINOUS_TIME(Laps laps;)
   for (int tile = w.begin; tile < w.end; ++tile) {
     const int turn = tile - w.begin, buffer = turn & 1;
     barrier_wait(of_half(empty, turn, group), parity_of(turn) ^ 1);
+    NUMINOUS_TIME(laps.lap(0); hold_words(raw.codes); hold_words(raw.scales); hold_words(raw.rope); laps.lap(1);)
     decode(raw, tiles + buffer * R::kTileBytes, row, quarter);
     if (quarter == 0) bias[buffer * kTile + row] = raw.valid ? 0.0f : -kInf;
     // The fence may wait for loads that are under way, and so would whoever waits for the tile.
     fence_for_wgmma();
-    barrier_arrive(of_half(full, turn, group));
+    warp_arrive(of_half(full, turn, group));
+    NUMINOUS_TIME(laps.lap(2);)
     // In front of the rows, which are waited for together with them.
     const Entry latest = entry_of(p, w, tile + 3, row);
-    raw.fetch(p, slot_of(p, next, row), quarter);
     prefetch(later);
+    raw.fetch(p, slot_of(p, next, row), quarter);
     next = later;
     later = latest;
+    NUMINOUS_TIME(laps.lap(3);)
   }
+  NUMINOUS_TIME(laps.write(p, w.end - w.begin);)
 }
 
 // --- Consumers ----------------------------------------------------------------------------------------------------------------
@@ -104,6 +159,10 @@ __device__ void dump_tile(float* debug, const uint8_t* tile) {
     const int dim = dim_of_position(R::kFourBit && position < kLatent, position);
     debug[row * 576 + dim] = bf16_value(*reinterpret_cast<const uint16_t*>(tile + swizzled(kTile, row, position)));
   }
+}
+// [head, row], by whoever has all heads of it.
+__device__ __forceinline__ void dump_fragment(float* debug, const float (&s)[32]) {
+  for (int i = 0; i < 32; ++i) debug[fragment_row(threadIdx.x % 128, i) * kTile + fragment_column(threadIdx.x % 128, i)] = s[i];
 }
 #define NUMINOUS_DUMP(first, statement) \
   if (p.debug != nullptr && blockIdx.x == 0 && first) { statement; }
@@ -177,40 +236,38 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
     barrier_wait(of_half(full, turn, 0), parity_of(turn));
     barrier_wait(of_half(full, turn, 1), parity_of(turn));
   };
-  // The other warpgroup's tile, in front of the own one that follows it: that one may still be on its way, and to be filled the tile behind
-  // it waits for this one. Maxima are known before P is.
-  const auto attend_theirs = [&](int turn) {
+  NUMINOUS_TIME(Laps laps;)
+  // S of a tile [head, row].
+  const auto score = [&](int turn, float (&s)[32]) {
     wait_for_tile(turn);
-    barrier_wait(peaked, turn & 1);
-    const float now[2] = {maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]};
-    rise(now);
-    barrier_wait(weighed, turn & 1);
-    multiply(turn);
-    give_back(turn);
-  };
-
-  const int turns = w.end - w.begin;
-  if (half == 1 && turns > 0) attend_theirs(0);
-  for (int turn = half; turn < turns; turn += 2) {
-    const int buffer = turn & 1;
-    wait_for_tile(turn);
-    NUMINOUS_DUMP(turn == 0, dump_tile<R>(p.debug, shared + S::kTiles))
-    const uint64_t k_at = descriptor(base + S::kTiles + buffer * R::kTileBytes, 16, kGroupBytes);
-    float s[32];  // [head, row]
+    NUMINOUS_TIME(laps.lap(0);)
+    const uint64_t k_at = descriptor(base + S::kTiles + (turn & 1) * R::kTileBytes, 16, kGroupBytes);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < R::kPanels * 4; ++step)
       wgmma<false, false>(s, further(q_at, k_major_step(64, 0, step)), further(k_at, k_major_step(kTile, 0, step)), step > 0);
     wgmma_commit();
+    uint32_t none = 0;  // of the thread's 16 rows, while products are under way
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      const float2 two = *reinterpret_cast<const float2*>(bias + (turn & 1) * kTile + fragment_column(thread, i));
+      none |= (two.x != 0.0f ? 1u << i / 2 : 0u) | (two.y != 0.0f ? 2u << i / 2 : 0u);
+    }
     wgmma_wait();
     hold(s);
-
-    float now[2] = {most[0], most[1]}, added[2] = {0.0f, 0.0f};
+    // As `biased` does; most tiles have all rows.
+    if (__any_sync(~0u, none != 0)) {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      s[i] = biased(s[i], bias[buffer * kTile + fragment_column(thread, i)]);
-      now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
+      for (int i = 0; i < 32; ++i) s[i] = none >> (i / 4 * 2 + i % 2) & 1 ? -kInf : s[i];
     }
+    NUMINOUS_TIME(laps.lap(1);)
+  };
+  // Largest scores with this tile, which are handed over before weights are known, and the weights in place of the scores.
+  const auto weigh = [&](float (&s)[32], float (&now)[2], float (&added)[2]) {
+    now[0] = most[0];
+    now[1] = most[1];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) now[i % 4 / 2] = fmaxf(now[i % 4 / 2], s[i]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
@@ -220,28 +277,86 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
       maxima[fragment_row(thread, 0)] = now[0];
       maxima[fragment_row(thread, 2)] = now[1];
     }
-    barrier_arrive(peaked);
+    warp_arrive(peaked);
+    const float by[2] = {exponent_of(p, now[0]), exponent_of(p, now[1])};
+    added[0] = added[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      NUMINOUS_DUMP(turn == 0, p.debug[kDebugS + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
-      s[i] = exp2_fast(s[i] * p.scale_log2 - exponent_of(p, now[i % 4 / 2]));
+      s[i] = exp2_fast(s[i] * p.scale_log2 - by[i % 4 / 2]);
       added[i % 4 / 2] += s[i];
-      NUMINOUS_DUMP(turn == 0, p.debug[kDebugP + fragment_row(thread, i) * kTile + fragment_column(thread, i)] = s[i])
     }
+    hold(s);  // not behind the products that are awaited next
+    NUMINOUS_TIME(laps.lap(2);)
+  };
+  // P of an own tile for both warpgroups, and what its maxima change.
+  const auto hand_over = [&](int turn, const float (&s)[32], const float (&now)[2], const float (&added)[2]) {
     if (turn > 0) barrier_wait(of_half(empty, turn - 1, 1), parity_of(turn - 1));  // by both warpgroups: P is free
+    NUMINOUS_TIME(laps.lap(3);)
 #pragma unroll
     for (int i = 0; i < 32; i += 2)
       store_shared(base + S::kP + swizzled(64, fragment_row(thread, i), fragment_column(thread, i)), bf16_pair(s[i], s[i + 1]));
     fence_for_wgmma();
-    barrier_arrive(weighed);
+    warp_arrive(weighed);
     rise(now);
     sum[0] += added[0];
     sum[1] += added[1];
     barrier_wait(weighed, turn & 1);
-    multiply(turn);
-    give_back(turn);
-    if (turn + 1 < turns) attend_theirs(turn + 1);
+    NUMINOUS_TIME(laps.lap(4);)
+  };
+  // P of the other warpgroup's tile. Maxima are known before P is.
+  const auto take_over = [&](int turn) {
+    wait_for_tile(turn);
+    barrier_wait(peaked, turn & 1);
+    NUMINOUS_TIME(laps.lap(7);)
+    const float now[2] = {maxima[fragment_row(thread, 0)], maxima[fragment_row(thread, 2)]};
+    rise(now);
+    barrier_wait(weighed, turn & 1);
+    NUMINOUS_TIME(laps.lap(8);)
+  };
+
+  // Tiles go by pairs. The first is the first warpgroup's; the second warpgroup has S of its own meanwhile, and weighs it while products of
+  // the first are under way: no branch between these, or the compiler has one wait for the other.
+  const int turns = w.end - w.begin;
+  if (half == 0) {
+    for (int turn = 0; turn < turns; turn += 2) {
+      float s[32], now[2], added[2];
+      score(turn, s);
+      NUMINOUS_DUMP(turn == 0, dump_tile<R>(p.debug, shared + S::kTiles); dump_fragment(p.debug + kDebugS, s))
+      weigh(s, now, added);
+      NUMINOUS_DUMP(turn == 0, dump_fragment(p.debug + kDebugP, s))
+      hand_over(turn, s, now, added);
+      multiply(turn);
+      give_back(turn);
+      NUMINOUS_TIME(laps.lap(5);)
+      if (turn + 1 < turns) {
+        take_over(turn + 1);
+        multiply(turn + 1);
+        give_back(turn + 1);
+        NUMINOUS_TIME(laps.lap(9);)
+      }
+    }
+  } else {
+    for (int turn = 1; turn < turns; turn += 2) {
+      float s[32], now[2], added[2];
+      score(turn, s);
+      take_over(turn - 1);
+      multiply(turn - 1);
+      weigh(s, now, added);
+      give_back(turn - 1);
+      NUMINOUS_TIME(laps.lap(9);)
+      hand_over(turn, s, now, added);
+      multiply(turn);
+      give_back(turn);
+      NUMINOUS_TIME(laps.lap(5);)
+    }
+    if (turns % 2 == 1) {
+      take_over(turns - 1);
+      multiply(turns - 1);
+      give_back(turns - 1);
+      NUMINOUS_TIME(laps.lap(9);)
+    }
   }
+  NUMINOUS_TIME(laps.write(p, turns);)
 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -324,9 +439,11 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     sum[c] = 0.0f;
   }
 
+  NUMINOUS_TIME(Laps laps;)
   for (int turn = group; turn < w.end - w.begin; turn += 2) {
     barrier_wait(of_half(full, turn, 0), parity_of(turn));
     barrier_wait(of_half(full, turn, 1), parity_of(turn));
+    NUMINOUS_TIME(laps.lap(0);)
 
     float s[kRegisters];  // [64 rows, heads]
     wgmma_fence();
@@ -337,6 +454,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     wgmma_commit();
     wgmma_wait();
     hold(s);
+    NUMINOUS_TIME(laps.lap(1);)
 
     float top[kColumns];
 #pragma unroll
@@ -378,6 +496,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
     NUMINOUS_DUMP(turn == 0, dump_tile<R>(p.debug, shared + S::kTiles))
     fence_for_wgmma();
     named_barrier(kOneWarpgroup + group, 128);
+    NUMINOUS_TIME(laps.lap(2);)
 
 #pragma unroll
     for (int panel = 0; panel < kLatentPanels; ++panel) hold(o[panel]);
@@ -398,7 +517,9 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
 #pragma unroll
     for (int panel = 0; panel < kLatentPanels; ++panel) hold(o[panel]);
     if (threadIdx.x % 32 == 0) barrier_arrive(of_half(empty, turn, 1));
+    NUMINOUS_TIME(laps.lap(5);)
   }
+  NUMINOUS_TIME(laps.write(p, w.end - w.begin);)
 
   named_barrier(kOneWarpgroup + group, 128);  // maxima are read
   over_rows<kHeads, false>(sum, stat, thread, kOneWarpgroup + group);
@@ -468,12 +589,12 @@ __device__ __forceinline__ void attend(const Params& p) {
   if (no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int half = 0; half < 4; ++half) {
-      barrier_init(full + 8 * half, 128);
+      barrier_init(full + 8 * half, 4);               // warps that fill it
       barrier_init(empty + 8 * half, kWide ? 8 : 4);  // warps that read a tile
     }
     if (kWide) {
-      barrier_init(empty + 32, 128);  // peaked
-      barrier_init(empty + 40, 128);  // weighed
+      barrier_init(empty + 32, 4);  // peaked
+      barrier_init(empty + 40, 4);  // weighed
     }
     fence_after_init();
   }

@@ -147,6 +147,8 @@ __device__ __forceinline__ void prefetch_bytes(const uint8_t* p, uint32_t bytes)
 }
 template <int kBytes>
 __device__ __forceinline__ void prefetch_row(const uint8_t* p) { prefetch_bytes(p, kBytes); }
+// Asks for the line of 128 bytes that a thread names in L2.
+__device__ __forceinline__ void prefetch_line(const uint8_t* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // An address that loads name with a constant behind it, and not each anew.
 __device__ __forceinline__ const uint8_t* settled(const uint8_t* p) {
   asm volatile("" : "+l"(p));
@@ -161,6 +163,20 @@ __device__ __forceinline__ void store_shared(uint32_t at, uint32_t v) {
 __device__ __forceinline__ void store_shared(uint32_t at, uint16_t v) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(v) : "memory");
 }
+
+#ifdef NUMINOUS_TIMES
+__device__ __forceinline__ int ticks() {
+  int now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now)::"memory");
+  return now;
+}
+// Waits for loads.
+template <int kCount>
+__device__ __forceinline__ void hold_words(uint4 (&v)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("xor.b32 %0, %0, 0; xor.b32 %1, %1, 0;" : "+r"(v[i].x), "+r"(v[i].w)::"memory");
+}
+#endif
 
 // --- Numbers ----------------------------------------------------------------------------------------------------------------
 
