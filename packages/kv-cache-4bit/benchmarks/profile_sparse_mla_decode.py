@@ -7,6 +7,8 @@
         python profile_sparse_mla_decode.py --heads 64 --batch 64
     python profile_sparse_mla_decode.py --heads 64 --batch 64 --summary case.csv --evidence [FILE]
 
+`--laps` prints where the cycles of a tile go instead, step by step, from a build with NUMINOUS_TIMES=1 (needs nvcc, Hopper only, no record).
+
 `--set full -o case.ncu-rep` in place of `--csv … --metrics …` leaves a report to be opened by hand; from it,
 `ncu --import case.ncu-rep --csv --print-units base --metrics "$(cat metrics.txt)" > case.csv` gives what `--summary` reads.
 
@@ -31,7 +33,8 @@ from typing import Any
 import torch
 
 from numinous_kv_cache_4bit import __version__
-from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
+from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
+from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
 from numinous_tooling import evidence
 from numinous_tooling.bench import facts
 from numinous_tooling.bench.clocks import CpuClock, CudaClock
@@ -160,6 +163,39 @@ def loop(case: Case, launches: int, device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+PRODUCER = {0: "empty", 1: "load", 2: "decode", 3: "issue"}
+CONSUMER = {
+    0: "full", 1: "S", 2: "softmax", 3: "P free", 4: "P + weighed", 5: "O", 7: "their peaked", 8: "their weighed", 9: "their O",
+}  # fmt: skip
+WARPGROUPS = ("consumer 0", "consumer 1", "producer 0", "producer 1")
+
+
+def laps_lines(debug: torch.Tensor) -> list[str]:
+    """A line for each warpgroup: mean cycles of its steps over blocks, for each tile of the block (a consumer's own steps: twice that for
+    each of its tiles). `debug` [blocks, 4, 16] as the kernel writes it, NaN for blocks that did not. In wide the second consumer's softmax
+    runs beside its products of the other's tile, so `their O` is what was left of them."""
+    lines = []
+    for group, name in enumerate(WARPGROUPS):
+        steps = PRODUCER if name.startswith("producer") else CONSUMER
+        mean = debug[:, group].double().nanmean(dim=0).tolist()
+        shown = ", ".join(f"{step} {mean[i]:.0f}" for i, step in steps.items() if mean[i] != 0)
+        lines.append(f"{name}: {shown}; all {mean[14]:.0f} of {mean[15]:.0f} tiles")
+    return lines
+
+
+def laps(case: Case, device: torch.device) -> list[str]:
+    """`laps_lines` of the third launch, its L2 emptied before."""
+    x = OP.make_inputs(case, 0, device)
+    call = kernels._checked(x["q"], x["pool"], SM_SCALE, x["index"], None, None, None, 1.0, case.splits or None)  # fmt: skip
+    blocks = case.requests * case.queries * kernels.MAX_SPLITS * 8  # more than there are
+    debug = torch.full((blocks, 4, 16), torch.nan, device=device)
+    for _ in range(3):
+        torch.zeros(300_000_000, dtype=torch.uint8, device=device)
+        kernels._launch_cuda(call, debug, times=True)
+        torch.cuda.synchronize()
+    return laps_lines(debug.cpu())
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--heads", type=int, default=64)
@@ -169,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--queries", type=int, default=1, help="of a request")
     parser.add_argument("--splits", type=int, default=0, help="0: the kernel's choice")
     parser.add_argument("--launches", type=int, default=12)
+    parser.add_argument("--laps", action="store_true", help="cycles of each step of a tile")
     parser.add_argument("--metrics", action="store_true", help="print what ncu is to be asked for")
     parser.add_argument("--summary", type=Path, metavar="FILE.csv", help="read what ncu wrote")
     parser.add_argument(
@@ -186,7 +223,10 @@ def main(argv: list[str] | None = None) -> int:
         if not gpu:
             print("profile_sparse_mla_decode: torch sees no GPU", file=sys.stderr)
             return 2
-        loop(case, options.launches, torch.device("cuda"))
+        if options.laps:
+            print("\n".join(laps(case, torch.device("cuda"))))
+        else:
+            loop(case, options.launches, torch.device("cuda"))
         return 0
     try:
         found = parse_csv(options.summary.read_text("utf-8").splitlines(keepends=True))

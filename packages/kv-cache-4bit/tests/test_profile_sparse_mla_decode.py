@@ -71,6 +71,16 @@ def test_csv(script: ModuleType) -> None:
     assert script.summary(found["combine"]) == {"time_us": 4.0, "stalls": {}}
 
 
+def test_laps(script: ModuleType) -> None:
+    """Means over the blocks that wrote, by warpgroup."""
+    debug = torch.full((3, 4, 16), torch.nan)
+    debug[:2] = 0.0
+    debug[:2, 2, 0], debug[0, 2, 3], debug[:2, :, 15] = 5.0, 8.0, 16.0
+    lines = script.laps_lines(debug)
+    assert lines[2] == "producer 0: empty 5, issue 4; all 0 of 16 tiles"
+    assert lines[0].startswith("consumer 0:")
+
+
 def test_records(script: ModuleType, tmp_path: Path) -> None:
     """A record per kernel that evidence takes and loads again."""
     common = facts.run_facts(CpuClock(), {})

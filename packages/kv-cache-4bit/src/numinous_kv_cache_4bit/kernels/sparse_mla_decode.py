@@ -501,14 +501,15 @@ ON_REQUEST: tuple[Products, ...] = ("mma", "tcgen05")
 """Taken where impl="cuda" asks for them, and nowhere else: no GPU has run them, and no feature proves them at boot as it does WGMMA."""
 
 
-def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
-    """kernel.cu compiled for rows of that many bytes; with `debug` it writes the first tile of block 0."""
+def source_binary(width: int, *, debug: bool = False, times: bool = False) -> SourceBinary:
+    """kernel.cu compiled for rows of that many bytes; with `debug` it writes the first tile of block 0, with `times` cycles of its steps."""
+    extra = {"NUMINOUS_TIMES": "1"} if times else {"NUMINOUS_DEBUG": "1"} if debug else {}
     return SourceBinary(
-        name=f"sparse_mla_decode_{width}" + ("_debug" if debug else ""),
+        name=f"sparse_mla_decode_{width}" + ("_times" if times else "_debug" if debug else ""),
         source="csrc/sparse_mla_decode/kernel.cu",
         entries=["wide", "narrow_32", "narrow_16", "combine"],
         archs=("sm90",),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
+        defines={"NUMINOUS_WIDTH": str(width), **extra},
         # Loads past L1, asynchronous products, registers handed over.
         required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
         quick=width == KV4.width,
@@ -651,7 +652,8 @@ def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[st
     return launches
 
 
-def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
+def _launch_cuda(call: _Call, debug: torch.Tensor | None = None, *, times: bool = False) -> None:
+    """`debug` takes what a debug build dumps or, with `times` (Hopper only), cycles [blocks, 4 warpgroups, 16] fp32."""
     capability = torch.cuda.get_device_capability(call.q.device)
     products = MADE_FOR[capability]
     plan = schedule(call.heads, products)
@@ -667,9 +669,10 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
         if products == "mma":
             arch = launch.architectures(capability)[0]
             binary = mma_binary(call.row.width, arch, debug=debug is not None)
+        elif products == "tcgen05":
+            binary = tcgen05_binary(call.row.width, debug=debug is not None)
         else:
-            compiled = tcgen05_binary if products == "tcgen05" else source_binary
-            binary = compiled(call.row.width, debug=debug is not None)
+            binary = source_binary(call.row.width, debug=debug is not None, times=times)
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
