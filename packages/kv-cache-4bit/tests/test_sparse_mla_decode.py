@@ -189,7 +189,7 @@ FAULTS = {
     "the second half is given back with the first": ("barrier_arrive(of_half(empty, turn, 0));\n    wgmma_wait();\n    hold(o[0])",
         "barrier_arrive(of_half(empty, turn, 0)), barrier_arrive(of_half(empty, turn, 1));\n    wgmma_wait();\n    hold(o[0])"),
     "scores are read while they are under way": ("    wgmma_wait();\n    hold(s);\n", ""),
-    "rows that are none count in S": ("s[i] = none >> (i / 4 * 2 + i % 2) & 1 ? -kInf : s[i];", ""),
+    "rows that are none count in S": ("& 1 ? -kInf : s[i];", "& 1 ? s[i] : s[i];"),
     "rows that are none by another column": ("none >> (i / 4 * 2 + i % 2) & 1", "none >> (i / 4 * 2) & 1"),
     "maxima not awaited": ("    barrier_wait(peaked, turn & 1);\n", ""),
     "P not awaited": ("    rise(now);\n    barrier_wait(weighed, turn & 1);\n", "    rise(now);\n"),
