@@ -153,7 +153,10 @@ class Served(Serving):
         def make(runner: Any) -> Any:
             if model == "gemma3" or cache != BF16:
                 with_pool(engine, runner, page, cache, one=model == "gemma3")
-            runner.kv_cache_dtype = cache
+            runner.kv_cache_dtype, runner.kv_cache_dtype_str = (
+                cache,
+                "auto" if cache == BF16 else "fp8_e4m3",
+            )
             return build(runner)
 
         super().__init__(engine, page, make, device=device, stand_ins=stand_ins, full_dim=dim)

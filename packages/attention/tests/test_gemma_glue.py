@@ -221,10 +221,10 @@ def pair(engine: Any, monkeypatch: Any, *given: Any, change: Callable[[Served], 
 
 
 def scales(served: Served) -> None:
-    """A checkpoint's, of the layers that have keys."""
+    """A checkpoint's, of the layers that have keys; numbers of bf16, to which torch rounds stock's divisor on a GPU (not on a CPU)."""
     for number, module in enumerate(served.model.layers):
         if number != 3:
-            for name, value in (("k", 0.02 * (number + 1)), ("v", 0.05)):
+            for name, value in (("k", (number + 1) / 64), ("v", 3 / 64)):
                 setattr(module.attn, f"{name}_scale", torch.tensor(value, device=served.device))
                 setattr(module.attn, f"{name}_scale_float", value)
 
@@ -257,14 +257,60 @@ def test_replicated_heads(gemma: Any, monkeypatch: Any) -> None:
     assert_alike(stock, made)
 
 
+def of_fp8(flash: Callable[..., torch.Tensor], seen: list[bool]) -> Callable[..., torch.Tensor]:
+    """FlashAttention-3 over an FP8 cache: queries in FP8, keys and values times their scales."""
+
+    def attend(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        *,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        **named: Any,
+    ) -> torch.Tensor:
+        assert q.dtype == k_cache.dtype == v_cache.dtype == FP8
+        seen.append(k_descale is not None)
+        scaled = (
+            x.float() * (1 if scale is None else scale[0, 0])
+            for x, scale in ((k_cache, k_descale), (v_cache, v_descale))
+        )
+        return flash(q.to(BF16), *scaled, **named)
+
+    return attend
+
+
+@pytest.mark.parametrize("model", ["gemma4", "gemma3"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fp8_of_flash_attention(scaled: bool, model: str, gemma: Any, monkeypatch: Any) -> None:
+    """The other backend reads no new keys beside its cache, and is given the scales."""
+    seen: list[bool] = []
+
+    def change(served: Served) -> None:
+        served.kernels.flash = of_fp8(served.kernels.flash, seen)  # type: ignore[method-assign]
+        if scaled:
+            scales(served)
+            if model == "gemma4":  # the engine loads none for a layer without keys, and asks for it
+                last, owner = served.model.layers[3].attn, served.model.layers[2].attn
+                _set(last, k_scale=owner.k_scale, v_scale=owner.v_scale)
+
+    before = counted()
+    stock, made = pair(gemma, monkeypatch, model, "fa3", page=4, cache=FP8, change=change)
+    assert_alike(stock, made)
+    assert set(seen) == {scaled}
+    assert since(before)["engaged"] == len(made.model.layers) * BATCHES
+    assert set(since(before)) <= {"engaged", "q alone"}
+
+
 class Lora(torch.nn.Module):
     """Around a projection, as the engine puts an adapter."""
 
     def __init__(self, base: torch.nn.Module, seed: int) -> None:
         super().__init__()
         self.base, random = base, torch.Generator().manual_seed(seed)
-        self.a = torch.randn(WIDTH, 4, generator=random).to(BF16)
-        self.b = torch.randn(4, base.weight.shape[0], generator=random).to(BF16)
+        wide, narrow = base.weight.shape
+        self.a = torch.randn(narrow, 4, generator=random).to(BF16)
+        self.b = torch.randn(4, wide, generator=random).to(BF16)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         made: torch.Tensor = self.base(x)[0] + x @ self.a @ self.b
@@ -275,6 +321,7 @@ def test_adapters_of_the_projection(gemma: Any, monkeypatch: Any) -> None:
     def adapt(served: Served) -> None:
         for number, module in enumerate(served.model.layers):
             module.qkv_proj = Lora(module.qkv_proj, number)
+            module.o_proj = Lora(module.o_proj, number)
 
     before = counted()
     stock, made = pair(gemma, monkeypatch, "gemma4", "triton", change=adapt)
@@ -283,6 +330,95 @@ def test_adapters_of_the_projection(gemma: Any, monkeypatch: Any) -> None:
     schedule(plain, monkeypatch)
     assert float((plain.outputs[0] - made.outputs[0]).float().norm()) > 1, "adapters change it"
     assert set(since(before)) == {"engaged", "q alone"}
+
+
+class Padded(torch.nn.Module):
+    """A projection into a wider buffer, as kernels of quantised weights have it; in the columns behind, what must stay."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.buffers_made: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        made = self.base(x)[0]
+        wide = torch.nn.functional.pad(made, (0, 24), value=7.0)
+        self.buffers_made.append(wide[:, made.shape[1] :])
+        return wide[:, : made.shape[1]], None
+
+
+@pytest.mark.parametrize("model", ["gemma4", "gemma3"])
+def test_padded_projections(model: str, gemma: Any, monkeypatch: Any) -> None:
+    def widen(served: Served) -> None:
+        for module in served.model.layers:
+            module.qkv_proj = Padded(module.qkv_proj)
+
+    stock, made = pair(gemma, monkeypatch, model, "triton", change=widen)
+    assert_alike(stock, made)
+    behind = [x for module in made.model.layers for x in module.qkv_proj.buffers_made]
+    assert behind
+    assert all(bool((x == 7).all()) for x in behind)
+
+
+def test_assistant_of_gemma4(gemma: Any, monkeypatch: Any) -> None:
+    """Drafts of the model's own assistant: layers with projections of keys that are bound to another model's cache read it and write nothing."""
+    from sglang.srt.models.gemma4_mtp import Gemma4AssistantForCausalLM
+    from sglang.srt.speculative.frozen_kv_mtp_info import FrozenKVMTPContext
+
+    stock, made = Served(gemma, "gemma4", "triton"), Served(gemma, "gemma4", "triton")
+    for served in (stock, made):
+        if served is made:
+            hook(monkeypatch)
+        served.step("EXTEND", {1: 12, 2: 5})
+        context = FrozenKVMTPContext(served.runner.token_to_kv_pool, {0: 2, 1: 1, 2: 0, 3: 2})
+        assistant = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=x) for x in served.model.layers]))  # fmt: skip
+        Gemma4AssistantForCausalLM.bind_frozen_kv_context(assistant, context)
+        pools, before = [x.clone() for x in served.buffers()], counted()
+        for _ in range(2):
+            served.step("DECODE", {1: 1, 2: 1})
+        assert all(torch.equal(x, y) for x, y in zip(served.buffers(), pools, strict=True))
+    assert_alike(stock, made)
+    assert since(before) == {"engaged": 8, "q alone": 8}
+
+
+@pytest.mark.parametrize("model", ["gemma4", "gemma3"])
+def test_captured_verification(model: str, gemma: Any, monkeypatch: Any) -> None:
+    """A graph of a verification: one request is padding, and the second replay has other slots in the buffers that the first one had."""
+    draft = 3
+
+    def verify(served: Served) -> None:
+        backend, spec = served.backend, SimpleNamespace(custom_mask=None, draft_token_num=draft)
+        served.step("EXTEND", {1: 12, 2: 5})
+        backend.num_draft_tokens = draft
+        backend.init_cuda_graph_state(3, 3 * draft)
+
+        def of(requests: list[int], lengths: list[int], slots: list[int]) -> Any:
+            return SimpleNamespace(
+                forward_mode=gemma.Mode.TARGET_VERIFY, batch_size=3, req_pool_indices=torch.tensor(requests), seq_lens=torch.tensor(lengths),
+                seq_lens_cpu=torch.tensor(lengths), seq_lens_sum=sum(lengths), out_cache_loc=torch.tensor(slots), extend_seq_lens_cpu=None,
+                positions=torch.tensor([n + i for n in lengths for i in range(draft)]), spec_info=spec, encoder_lens=None, mha_one_shot=False,
+                _attn_output=None, mha_return_lse=False,
+            )  # fmt: skip
+
+        backend.init_forward_metadata_out_graph(of([0] * 3, [1] * 3, [0] * 9), in_capture=True)
+        captured = backend.forward_metadata
+        for requests in ([1, 2], [2, 1]):
+            lengths = [served.lengths[r] for r in requests]
+            slots = served.batch("EXTEND", dict.fromkeys(requests, draft)).out_cache_loc.tolist()
+            batch = of([*requests, 0], [*lengths, 1], [*slots, 0, 0, 0])
+            backend.init_forward_metadata_out_graph(batch)
+            backend.forward_metadata = captured
+            served.outputs += [x[: 2 * draft] for x in served.run(batch, served.hidden(3 * draft))]
+
+    stock, made = Served(gemma, model, "triton"), Served(gemma, model, "triton")
+    verify(stock)
+    hook(monkeypatch)
+    before = counted()
+    verify(made)
+    assert_alike(stock, made)
+    gained = since(before)
+    assert gained.pop("engaged") == 3 * len(made.model.layers)
+    assert set(gained) == ({"q alone"} if model == "gemma4" else set())
 
 
 @pytest.mark.parametrize("model", ["gemma4", "gemma3"])
@@ -463,6 +599,7 @@ LEFT: dict[str, tuple[str, str, Callable[[Served, Any, Any], Any]]] = {
     "another rotation": ("gemma4", "rotation", lambda served, layer, batch: _set(layer.rotary_emb, is_neox_style=False)),
     "a table in bf16": ("gemma4", "rotation", lambda served, layer, batch: _set(layer.rotary_emb, cos_sin_cache=layer.rotary_emb.cos_sin_cache.to(BF16))),
     "a rotation of a part": ("gemma4", "rotation", lambda served, layer, batch: _set(layer.rotary_emb, rotary_dim=64)),
+    "a rotation by the other kernel": ("gemma4", "rotation", lambda served, layer, batch: _set(layer.rotary_emb, use_fallback_kernel=True)),
     "a shared cache of nobody": ("gemma4", "kv_sharing", lambda served, layer, batch: _set(layer, is_kv_shared_layer=True)),
     "weights in fp32": ("gemma4", "dtype", _half),
     "positions of other tokens": ("gemma4", "positions", lambda served, layer, batch: _set(batch, positions=batch.positions[None])),

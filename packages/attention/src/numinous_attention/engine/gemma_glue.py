@@ -140,6 +140,7 @@ def _of_gemma4(attention: Any) -> str | None:
         or not rotation.is_neox_style
         or rotation.rotary_dim != attention.head_dim
         or rotation.cos_sin_cache.dtype != torch.float32
+        or rotation.use_fallback_kernel  # its first call rounds the table to bf16
     ):
         return "rotation"
     if attention.is_kv_shared_layer and attention.kv_shared_layer_index is None:
