@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // In place of csrc/extend_attention/sm90.cuh: a model of a cluster of two blocks of sm_90a on the CPU. What one block does is modelled in
-// packages/kv-cache-4bit/tests/sm90_model.h, NUMINOUS_BLOCK_MODEL; here stand groups of products under way, operands in registers, copies to
+// packages/kv-cache-4bit/tests/sm90_model.h, NUMINOUS_BLOCK_MODEL; here stand operands in registers, copies to
 // shared memory and what goes from block to block. Copies are done when the thread that asked for them waits for something, messages arrive
 // when any thread does; eager, both at once. One block can be slower than the other. What copies and stores have in order here, they may have
 // in another one there: that a list's ids are awaited apart from the copies behind them is not seen.
@@ -24,8 +24,6 @@ inline Later mail;                          // to other blocks
 inline std::vector<Later> copies;           // of each thread: 16 bytes each, and arrivals behind them
 inline std::vector<uint32_t> operands[2];   // of each thread's last two products with registers: four a thread
 inline std::vector<unsigned> operand_turn;  // of each thread
-struct Groups { std::vector<std::vector<std::function<void()>>> closed; };
-inline std::vector<Groups> groups;          // of each thread
 
 inline int slowness[2] = {0, 0};  // turns of all threads that products of a block take
 inline void dawdle() {
@@ -150,19 +148,14 @@ inline void arrive_after_copies(uint32_t at) {
 }
 inline void wait_for_copies() { model::flush_copies(); }
 
-// Groups of products: those that are done are the oldest.
-inline void close_group() {
-  auto& open = model::block.products[model::block.current];
-  model::groups[model::block.current].closed.emplace_back();
-  model::groups[model::block.current].closed.back().swap(open);
-}
+// Those that are done are the oldest.
 template <int kPending> void wgmma_wait_but() {
-  auto& closed = model::groups[model::block.current].closed;
-  if (!model::block.products[model::block.current].empty()) model::fail("products that no group has");
+  auto& groups = model::block.products[model::block.current];
+  if (!groups.back().empty()) model::fail("products that no group has");
   model::dawdle();
-  while (int(closed.size()) > kPending) {
-    for (const auto& product : closed.front()) product();
-    closed.erase(closed.begin());
+  while (int(groups.size()) > kPending + 1) {
+    for (const auto& product : groups.front()) product();
+    groups.erase(groups.begin());
   }
   model::exchanged(0, 0);
 }
@@ -194,21 +187,19 @@ template <int kFirst> void wgmma_values(float (&d)[64], const uint32_t (&a)[16],
         }
   };
   if (model::eager) return product();
-  model::block.products[current].push_back(product);
+  model::block.products[current].back().push_back(product);
 }
 
 }  // namespace numinous
 
 // What the kernel calls, of what both models have, with copies under way in mind.
 #define barrier_wait wait_flushing
-#define wgmma_commit close_group
 
 namespace model {
 
 // The threads' state of this model, then a run of a cluster.
 inline const char* run_cluster(void (*run)(), unsigned threads, unsigned shared) {
   copies.assign(2 * threads, {});
-  groups.assign(2 * threads, {});
   operand_turn.assign(2 * threads, 0);
   for (auto& turn : operands) turn.assign(8 * threads, 0);
   transfers.clear();
@@ -218,8 +209,6 @@ inline const char* run_cluster(void (*run)(), unsigned threads, unsigned shared)
   for (const auto& one : copies)
     if (!one.done.empty()) return "copies that nobody waits for";
   if (!mail.done.empty()) return "messages that nobody waits for";
-  for (const auto& one : groups)
-    if (!one.closed.empty()) return "products that nobody waits for";
   return nullptr;
 }
 
