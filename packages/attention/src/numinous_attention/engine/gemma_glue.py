@@ -10,6 +10,7 @@
 *Shared*   Layers that read another layer's cache (Gemma 4's KV sharing, its assistant): q alone, nothing is written.
 *Rotation* Gemma 4: the engine's fp32 table. Gemma 3: of each token, from the cosines and sines that its model computes once a forward, so that its scaled rotation is its own.
 *Bits*     Stock's but for one element in some hundred that is the neighbouring bf16 (see the kernel). E4M3 saturates where stock's cast gives NaN, beyond 464.
+           On a GPU stock divides by its scale rounded to bf16, this by the scale that readers multiply by.
 *Ranks*    Every rank has its own heads of the same tokens; nothing is communicated in between.
 """
 
