@@ -314,6 +314,77 @@ def test_pointers_beyond_their_lists_on_the_model(compiled: Callable[..., Any]) 
     torch.testing.assert_close(call.out[2:].double(), want["out"][2:], rtol=0.02, atol=0.02)
 
 
+MORE = (
+    Case("30", "5", heads=5, dim=512),
+    Case("40_0_0_3", "0_9_0_70", heads=7, dim=512),  # requests without a chunk between, one of them with a prefix
+    Case("17", "64", heads=16, dim=512),
+    Case("9_1", "65_0", heads=32, dim=512),
+    Case("3", "10", heads=128, dim=512),
+    Case("2_2", "10_1", heads=130, dim=512),  # a token's heads in two tiles
+    Case("130", "3", heads=4, kv_heads=4, dim=512),
+    Case("66", "130", heads=2, dim=512, window=0, causal=False),
+    Case("70", "70", heads=2, dim=512, window=1, causal=False),
+    *(Case("10", "200", heads=2, dim=512, window=w, cap=2.0, sink=True, holes=True) for w in (63, 64, 65)),
+    Case("200", "0", heads=3, dim=512, window=100000),
+    Case("65", "63", heads=2, dim=512, causal=False, layout="sliced"),
+)  # fmt: skip
+"""Group sizes, empty requests, windows at the borders of tiles, which `D512` has not."""
+
+
+@pytest.mark.parametrize("case", MORE, ids=case_id)
+def test_more_shapes_on_the_model(compiled: Callable[..., Any], case: Case) -> None:
+    inputs = OP.make_inputs(case, 0, CPU)
+    OP.compare(case, run_model(compiled(), case, inputs), OP.reference(case, inputs))
+
+
+POISONS: dict[str, tuple[str, tuple[int, ...], float]] = {
+    "NaN in a row of q": ("q", (2, 1, 7), torch.nan),
+    "NaN in a key of the chunk": ("k", (5, 0, 7), torch.nan),
+    "NaN in a key of the prefix": ("k_pool", (100, 1, 7), torch.nan),
+    "a sink of inf": ("sinks", (1,), torch.inf),
+    "a sink of -inf": ("sinks", (1,), -torch.inf),
+    "a sink of NaN": ("sinks", (1,), torch.nan),
+    "an id of the slots' number": ("kv_indices", (3,), 156),
+    "an id of 2^31": ("kv_indices", (3,), 2**31),
+    "an id of 2^32": ("kv_indices", (3,), 2**32),
+    "the least id": ("kv_indices", (3,), -(2**63)),
+}
+
+
+@pytest.mark.parametrize("window", [-1, 42])
+@pytest.mark.parametrize("poison", POISONS)
+def test_poison_on_the_model(compiled: Callable[..., Any], poison: str, window: int) -> None:
+    """It is in the rows that see it and in no other."""
+    case = Case("9_4", "140_3", heads=4, kv_heads=2, dim=512, sink=True, ids="int64", window=window)
+    inputs = OP.make_inputs(case, 0, CPU)
+    assert len(inputs["k_pool"]) < 2**16
+    name, at, value = POISONS[poison]
+    if name == "k_pool":
+        at = (int(inputs["kv_indices"][at[0]]), *at[1:])
+    if value == 156:
+        value = len(inputs["k_pool"])
+    inputs[name][at] = value
+    compiled().be_slow(0, 0)
+    got, want = run_model(compiled(), case, inputs), OP.reference(case, inputs)
+    for output in ("out", "lse"):
+        torch.testing.assert_close(
+            got[output].double(), want[output], rtol=0.03, atol=0.03, equal_nan=True
+        )
+
+
+def test_strided_out_on_the_model(compiled: Callable[..., Any]) -> None:
+    """Nothing beside it is written."""
+    case = Case("9_4", "70_3", heads=4, kv_heads=2, dim=512)
+    inputs = OP.make_inputs(case, 0, CPU)
+    whole = torch.full((13, 9, 520), 7.0, dtype=torch.bfloat16)
+    out = whole[:, ::2, 8:][:, :4]
+    OP.compare(
+        case, run_model(compiled(), case, {**inputs, "out": out}), OP.reference(case, inputs)
+    )
+    out.fill_(7.0)
+    assert bool((whole == 7.0).all())
+
+
 # --- What is refused ------------------------------------------------------------------------------------------------
 
 
@@ -350,12 +421,78 @@ def test_strides_and_scales_that_are_not_for_cuda() -> None:
     assert not cuda.unfit(_checked(case, inputs))
     for scale in ("k_scale", "v_scale"):
         assert "no scales" in cuda.unfit(_checked(case, inputs, **{scale: 0.5}))
-    for name in ("q", "k", "v", "k_pool", "v_pool"):
+    inputs["out"] = torch.empty_like(inputs["q"])
+    for name in ("q", "k", "v", "k_pool", "v_pool", "out"):
         rows, heads, dim = inputs[name].shape
         odd = torch.zeros(rows, heads, dim + 4, dtype=torch.bfloat16)
         for one in (odd[..., :dim], odd.flatten()[4:][: rows * heads * dim].view(rows, heads, dim)):
             reason = cuda.unfit(_checked(case, {**inputs, name: one}))
             assert f"needs heads of {name} at multiples of 16 bytes" in reason
+
+
+def test_more_than_a_grid_or_an_id_can_name() -> None:
+    case = Case("1", "0", heads=1, dim=512)
+    inputs = OP.make_inputs(case, 0, CPU)
+    one = inputs["k_pool"][:1]
+    for slots, heads, taken in ((2**31 - 1, 1, True), (2**31, 1, False), (1, 2**16, False)):
+        many = {x: one.expand(slots, heads, -1) for x in ("k_pool", "v_pool")}
+        many |= {x: one.expand(1, heads, -1) for x in ("q", "k", "v")}
+        reason = cuda.unfit(_checked(case, {**inputs, **many}))
+        assert reason == ("" if taken else "takes fewer than 2^31 slots and 2^16 KV heads")
+
+
+def test_whom_a_call_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `impl` Triton where CUDA C++ refuses; nobody where there is nothing to do."""
+    case = Case("2", "3", dim=512)
+    inputs, reached = OP.make_inputs(case, 0, CPU), []
+    monkeypatch.setattr(kernels, "_launch", lambda call: reached.append("triton"))
+    monkeypatch.setattr(cuda, "launch_call", lambda call: reached.append("cuda"))
+    for reason, impl, want in (
+        ("", None, ["cuda"]),
+        ("", "cuda", ["cuda"]),
+        ("", "triton", ["triton"]),
+        ("needs heads of q at multiples of 16 bytes", None, ["triton"]),
+    ):
+        monkeypatch.setattr(cuda, "not_taken", lambda call, reason=reason: reason)
+        reached.clear()
+        kernels.extend_attention(**inputs, **bench._options(case), impl=impl)
+        assert reached == want
+        nothing = OP.make_inputs(Case("", "", dim=512), 0, CPU)
+        kernels.extend_attention(**nothing, **bench._options(case), impl=impl)
+        assert reached == want
+
+
+def test_a_launch_is_on_the_device_of_q_and_its_current_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("300_2", "3_9", heads=6, kv_heads=2, dim=512)
+    call = _checked(case, OP.make_inputs(case, 0, CPU))
+    current, launched = ["cuda:0"], []
+
+    @contextlib.contextmanager
+    def device(of: torch.device) -> Any:
+        before, current[0] = current[0], str(of)
+        yield
+        current[0] = before
+
+    def kernel(grid: Any, block: int, args: Any, **options: Any) -> None:
+        launched.append((grid, block, options))
+
+    def load(package: str, binary: Any, *, entry: str) -> Any:
+        assert current == ["cpu"]  # where q is
+        return kernel
+
+    class Stream:
+        def __init__(self) -> None:
+            self.cuda_stream = {"cuda:0": 5, "cpu": 7}[current[0]]
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(cuda.launch, "load", load)
+    cuda.launch_call(call)
+    # 906 rows of 128 are 7 whole tiles; one more for each request.
+    assert launched == [((2 * (7 + 2), 2), cuda.THREADS, {"shared": cuda.SHARED, "stream": 7})]
+    assert current == ["cuda:0"]
 
 
 def test_cuda_is_asked_for() -> None:
@@ -420,6 +557,29 @@ def test_steep_scores_on_the_gpu(gpu: torch.device) -> None:
     OP.compare(STEEP, first, OP.reference(STEEP, inputs))
     assert torch.equal(first["out"], again["out"])
     assert torch.equal(first["lse"], again["lse"])
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+@pytest.mark.parametrize("case", MORE, ids=case_id)
+def test_more_shapes_on_the_gpu(case: Case, gpu: torch.device) -> None:
+    inputs = OP.make_inputs(case, 0, gpu)
+    OP.compare(case, bench._run_cuda(case, inputs), OP.reference(case, inputs))
+
+
+@pytest.mark.tier("device", archs=("sm90",))
+def test_the_first_call_may_be_captured(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine code is loaded inside the capture."""
+    inputs = OP.make_inputs(STEEP, 0, gpu)
+    want = OP.reference(STEEP, inputs)
+    monkeypatch.setattr(cuda.launch, "_state", cuda.launch._State())
+    cuda._missing.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = kernels.extend_attention(**inputs, **bench._options(STEEP), with_lse=True)
+    assert cuda.not_taken(_checked(STEEP, inputs)) == ""
+    graph.replay()
+    assert made.lse is not None
+    OP.compare(STEEP, {"out": made.out, "lse": made.lse}, want)
 
 
 @pytest.mark.tier("device", archs=("sm90",))

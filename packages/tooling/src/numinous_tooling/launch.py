@@ -445,7 +445,7 @@ def _machine_code(package: str, binary: SourceBinary, capability: tuple[int, int
             continue
         if digest in (None, row.digest):
             path = module / shipped.FOLDER / arch / row.file
-            code = path.read_bytes()
+            code = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(code).hexdigest() != row.sha256:
                 raise RuntimeError(f"{path} is damaged; install {package} again")
             return code
@@ -458,7 +458,7 @@ def _machine_code(package: str, binary: SourceBinary, capability: tuple[int, int
             return (folder / f"{binary.name}.cubin").read_bytes()
         except NotAvailable as error:
             reason += f", and {error}"
-        except CompileError as error:
+        except (CompileError, OSError) as error:  # of files: no room for what nvcc makes
             raise RuntimeError(f"{package}: {error}") from None
     shipping = sorted(
         path.parent.name

@@ -14,6 +14,7 @@
             A token that sees nothing has out 0 and lse -inf.
 *Numerics*  Scores in fp32 of bf16 products; probabilities rounded to bf16, their sum is not; FP8 is exact in bf16. k_scale and v_scale multiply the prefix only. A NaN in
             V of a key that is named spreads to queries of its tile that do not see it (0 · NaN); one in K does not.
+            CUDA C++ only (derived, emulated): scores from about 10^9 on may make their row NaN, and so does an infinity in q beside an id that is no key, which a cap would make finite in Triton.
 
 *Tiles*     A program has M rows, (token, head of the group) pairs in the order of q, so that 8 tokens × 8 heads fill 64 rows and no group size wastes one, and walks
             tiles of N keys: first the prefix, then the chunk. It starts at the first tile that the window of its first token reaches and ends with the tile of its last token.

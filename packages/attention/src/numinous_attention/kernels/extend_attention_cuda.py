@@ -113,7 +113,7 @@ def not_taken(call: _Call) -> str:
 
 @functools.cache
 def _missing(device: torch.device) -> str:
-    """Why a GPU has no machine code of it, said once; empty where it has. Loads it, so not first during a capture."""
+    """Why a GPU has no machine code of it, said once; empty where it has. Loads it, inside a capture too."""
     try:
         with torch.cuda.device(device):
             launch.load(PACKAGE, source_binary(), entry="extend")
