@@ -206,8 +206,10 @@ class Server:
         self._observed_s = 0.0
 
     @contextlib.contextmanager
-    def running(self, interrupts: Interrupts) -> Iterator[Server]:
-        """Run the server for the length of a block."""
+    def running(
+        self, interrupts: Interrupts, stop_grace_s: float = STOP_GRACE_S
+    ) -> Iterator[Server]:
+        """Run the server for the length of a block; after it the server has `stop_grace_s` to end by itself."""
         self._check_port()
         tree = self._tree = ProcessTree(interrupts)
         grace_s = 0.0
@@ -221,7 +223,7 @@ class Server:
                     stderr=subprocess.STDOUT,
                 )
             yield self
-            grace_s = STOP_GRACE_S
+            grace_s = stop_grace_s
         finally:
             # After a failure there is nothing to be polite about, and task runners kill us soon after a Ctrl-C.
             tree.stop(grace_s)
