@@ -35,10 +35,13 @@ def assert_right(made: subprocess.CompletedProcess[str]) -> None:
 @pytest.mark.tier("interpret")
 @pytest.mark.parametrize("at_end", [True, False])
 def test_the_fence_is_noticed(at_end: bool) -> None:
-    """A byte behind, or before: the process ends with the signal; the bytes between are there."""
-    for off, want in ((8 if at_end else -1, -signal.SIGSEGV), (7 if at_end else 0, 0)):
-        made = run("-c", f"import ctypes, fenced; t = fenced.fenced(8, {at_end}); ctypes.string_at(t.data_ptr() + {off}, 1)")  # fmt: skip
-        assert made.returncode == want, made.stderr
+    """The bytes between are there; at a byte behind, or before, the process ends with the signal."""
+    reads = [f"ctypes.string_at(t.data_ptr() + {at}, 1); print({at}, flush=True)" for at in ((0, 7, 8) if at_end else (7, 0, -1))]  # fmt: skip
+    made = run(
+        "-c", "\n".join(["import ctypes, fenced", f"t = fenced.fenced(8, {at_end})", *reads])
+    )
+    assert made.returncode == -signal.SIGSEGV, made.stderr
+    assert made.stdout.split() == (["0", "7"] if at_end else ["7", "0"])
 
 
 @pytest.mark.tier("interpret")
