@@ -206,7 +206,12 @@ def patch_language_once() -> None:
         in_place.update(seen)
         if outermost:  # the kernel; what a device function adds, Triton itself leaves in place
             restore = scope.restore
-            scope.restore = lambda: (in_place.clear(), restore())
+
+            def restore_all() -> None:
+                in_place.clear()
+                restore()
+
+            scope.restore = restore_all
         return scope
 
     interpreter._patch_lang = patch_once
