@@ -122,11 +122,15 @@ def before_pool_sizing(configurator: Any) -> None:
 
     model = configurator.model_config
     if configurator.kv_cache_dtype != torch.float4_e2m1fn_x2:
-        refuse(f"the KV cache would be {configurator.kv_cache_dtype}: add --kv-cache-dtype {RECIPE}")
+        refuse(
+            f"the KV cache would be {configurator.kv_cache_dtype}: add --kv-cache-dtype {RECIPE}"
+        )
     if configurator.use_mla_backend:
         refuse("made for MHA and GQA models, this one has MLA")
     if configurator.is_hybrid_swa:
-        refuse("models with a pool for sliding windows are not covered: stock's builder gives them no NVFP4 recipe")
+        refuse(
+            "models with a pool for sliding windows are not covered: stock's builder gives them no NVFP4 recipe"
+        )
     if configurator.mambaish_config:
         (architecture, *_) = model.hf_config.architectures
         if architecture not in HYBRID_ARCHITECTURES:
@@ -142,14 +146,18 @@ def before_pool_sizing(configurator: Any) -> None:
             f"this model has {model.head_dim} and {model.v_head_dim}"
         )
     if configurator.model_dtype != torch.bfloat16:
-        refuse(f"the write takes bf16, this model is served in {configurator.model_dtype}: add --dtype bfloat16")
+        refuse(
+            f"the write takes bf16, this model is served in {configurator.model_dtype}: add --dtype bfloat16"
+        )
     if configurator.is_draft_worker:
         refuse("drafts are not covered")
     if envs.SGLANG_USE_HND_KVCACHE.get():
         refuse("SGLANG_USE_HND_KVCACHE is not covered: packed rows have no such layout")
     for module in configurator.model.modules():
         if getattr(module, "logit_cap", 0.0):
-            refuse("models that cap their logits are not covered: the engine plans FlashInfer's kernels without the cap")
+            refuse(
+                "models that cap their logits are not covered: the engine plans FlashInfer's kernels without the cap"
+            )
         if getattr(module, "sliding_window_size", None) not in (None, -1):
             refuse("models with sliding windows are not covered")
         if getattr(module, "attn_type", AttentionType.DECODER) != AttentionType.DECODER:
@@ -261,7 +269,9 @@ def around_extend(
         out = _read_layer(backend, paged, q, layer, causal=True)
     else:
         if seen.extend_no_prefix:
-            out = backend.prefill_wrapper_ragged.forward(q, *new, causal=True, sm_scale=layer.scaling)
+            out = backend.prefill_wrapper_ragged.forward(
+                q, *new, causal=True, sm_scale=layer.scaling
+            )
         else:
             chunk = backend.prefill_wrapper_ragged.forward_return_lse(
                 q, *new, causal=True, sm_scale=layer.scaling
@@ -316,14 +326,18 @@ def _read_layer(backend: Any, wrapper: Any, q: torch.Tensor, layer: Any, **named
 # --- FlashInfer's wrappers --------------------------------------------------------------------------------------------
 
 
-def around_tensor_cores(original: Callable[..., bool], kv_cache_dtype: torch.dtype, *args: Any, **named: Any) -> bool:
+def around_tensor_cores(
+    original: Callable[..., bool], kv_cache_dtype: torch.dtype, *args: Any, **named: Any
+) -> bool:
     """`should_use_tensor_core`: FlashInfer's other decode kernels know no FP4, whatever the heads and the environment say."""
     if kv_cache_dtype == torch.float4_e2m1fn_x2:
         return True
     return original(kv_cache_dtype, *args, **named)
 
 
-def around_decode_plan(original: Callable[..., None], updater: Any, *args: Any, **named: Any) -> None:
+def around_decode_plan(
+    original: Callable[..., None], updater: Any, *args: Any, **named: Any
+) -> None:
     """`FlashInferIndicesUpdaterDecode.call_begin_forward`: one block for all keys of a request and KV head."""
     named["disable_split_kv"], named["fixed_split_size"] = True, None
     original(updater, *args, **named)
@@ -378,7 +392,9 @@ class Proof:
             return made.bfloat16().to(device)
 
         counts = [-(-length // page) for length in PROOF_LENGTHS]
-        order = torch.randperm(sum(counts), generator=generator, device="cpu") + 1  # page 0 is the engine's
+        order = (
+            torch.randperm(sum(counts), generator=generator, device="cpu") + 1
+        )  # page 0 is the engine's
         self.pages = list(order.split(counts))
         self.slots = [
             (pages[:, None] * page + torch.arange(page, device="cpu")).flatten()[:length].to(device)
@@ -393,7 +409,9 @@ class Proof:
         self.q = normal(len(PROOF_LENGTHS), query_heads, dim) * 4
         new = [normal(sum(PROOF_LENGTHS), heads, dim) for _ in range(2)]
         loc = torch.cat(self.slots)
-        globals_ = [torch.tensor([scale], dtype=torch.float32, device=device) for scale in PROOF_SCALES]
+        globals_ = [
+            torch.tensor([scale], dtype=torch.float32, device=device) for scale in PROOF_SCALES
+        ]
         store(tuple(self.buffers), loc, *new, *globals_)
         kept = [torch.zeros_like(buffer, device="cpu") for buffer in self.buffers]
         nvfp4_write.reference(
@@ -402,7 +420,9 @@ class Proof:
         )  # fmt: skip
         wrong = sum(int((a != b.cpu()).sum()) for a, b in zip(kept, self.buffers, strict=True))
         if wrong:
-            refuse(f"the write kernel gives {wrong} wrong bytes on this GPU with this Triton (a test at boot)")
+            refuse(
+                f"the write kernel gives {wrong} wrong bytes on this GPU with this Triton (a test at boot)"
+            )
         keys, values = (
             dequantize_nvfp4(*pair) * scale
             for pair, scale in zip((kept[0::2], kept[1::2]), PROOF_SCALES, strict=True)
@@ -437,11 +457,20 @@ class Proof:
             got = run().float().cpu()
         except Exception as error:
             said = str(error).strip().splitlines() or [""]
-            refuse(f"{what} does not run on this GPU: {type(error).__name__}: {said[0]} (a test at boot)")
+            refuse(
+                f"{what} does not run on this GPU: {type(error).__name__}: {said[0]} (a test at boot)"
+            )
         off = float((got - self.want).abs().max() / self.want.abs().max())
         if not off <= PROOF_ERROR:
-            refuse(f"{what} reads an NVFP4 cache wrongly on this GPU: off by {off:.2g} of the largest output (a test at boot)")
-        logger.info("%s: %s reads an NVFP4 cache, off by %.1e of the largest output", NVFP4_FLASHINFER, what, off)
+            refuse(
+                f"{what} reads an NVFP4 cache wrongly on this GPU: off by {off:.2g} of the largest output (a test at boot)"
+            )
+        logger.info(
+            "%s: %s reads an NVFP4 cache, off by %.1e of the largest output",
+            NVFP4_FLASHINFER,
+            what,
+            off,
+        )
 
 
 def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -476,7 +505,13 @@ def prove_prefill(backend: Any) -> None:
             q_data_type=updater.q_data_type, kv_data_type=updater.data_type, non_blocking=True,
         )  # fmt: skip
         out, _ = read(
-            wrapper, proof.q, proof.buffers, PROOF_SCALES, proof.sm_scale, causal=False, with_lse=True
+            wrapper,
+            proof.q,
+            proof.buffers,
+            PROOF_SCALES,
+            proof.sm_scale,
+            causal=False,
+            with_lse=True,
         )
         return out
 
@@ -506,7 +541,9 @@ def prove_decode(backend: Any) -> None:
     proof.compare("FlashInfer's decode", run)
 
 
-def after_trtllm_backend(result: None, backend: Any, model_runner: Any, *args: Any, **named: Any) -> None:
+def after_trtllm_backend(
+    result: None, backend: Any, model_runner: Any, *args: Any, **named: Any
+) -> None:
     """`TRTLLMHAAttnBackend.__init__`: the proof that XQA reads what the write writes, through stock's own views and call."""
     from types import SimpleNamespace
 
