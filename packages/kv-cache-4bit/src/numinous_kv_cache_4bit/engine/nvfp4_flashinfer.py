@@ -407,18 +407,22 @@ class Proof:
         ]
         self.device, self.dim = device, dim
         self.q = normal(len(PROOF_LENGTHS), query_heads, dim) * 4
-        new = [normal(sum(PROOF_LENGTHS), heads, dim) for _ in range(2)]
+        k, v = (normal(sum(PROOF_LENGTHS), heads, dim) for _ in range(2))
         loc = torch.cat(self.slots)
-        globals_ = [
+        k_scale, v_scale = (
             torch.tensor([scale], dtype=torch.float32, device=device) for scale in PROOF_SCALES
-        ]
-        store(tuple(self.buffers), loc, *new, *globals_)
+        )
         kept = [torch.zeros_like(buffer, device="cpu") for buffer in self.buffers]
         nvfp4_write.reference(
-            *(x.cpu() for x in new), loc.cpu(), *kept,
+            k.cpu(), v.cpu(), loc.cpu(), *kept,
             k_global_scale=PROOF_SCALES[0], v_global_scale=PROOF_SCALES[1],
         )  # fmt: skip
-        wrong = sum(int((a != b.cpu()).sum()) for a, b in zip(kept, self.buffers, strict=True))
+        wrong = 0
+        try:
+            store(tuple(self.buffers), loc, k, v, k_scale, v_scale)
+            wrong = sum(int((a != b.cpu()).sum()) for a, b in zip(kept, self.buffers, strict=True))
+        except Exception as error:
+            refuse(_failed("the write kernel", error))
         if wrong:
             refuse(
                 f"the write kernel gives {wrong} wrong bytes on this GPU with this Triton (a test at boot)"
@@ -456,10 +460,7 @@ class Proof:
             # A fault of the kernel shows in this copy at the latest.
             got = run().float().cpu()
         except Exception as error:
-            said = str(error).strip().splitlines() or [""]
-            refuse(
-                f"{what} does not run on this GPU: {type(error).__name__}: {said[0]} (a test at boot)"
-            )
+            refuse(_failed(what, error))
         off = float((got - self.want).abs().max() / self.want.abs().max())
         if not off <= PROOF_ERROR:
             refuse(
@@ -471,6 +472,11 @@ class Proof:
             what,
             off,
         )
+
+
+def _failed(what: str, error: Exception) -> str:
+    said = str(error).strip().splitlines() or [""]
+    return f"{what} does not run on this GPU: {type(error).__name__}: {said[0]} (a test at boot)"
 
 
 def _attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
