@@ -188,14 +188,23 @@ FEATURE = Feature(
             target=f"{TRTLLM}.__init__",
             kind="after",
             call=f"{OURS}:after_trtllm_backend",
-            pins=_pins(
-                f"{TRTLLM}.",
-                __init__="5a58447a22c49276",
-                forward_decode="c560e1ee9a89565a",
-                _run_fixed_q_len_decode="2be5d91ed110efeb",
-                _reshape_paged_kv_cache="a4e31f3d56bfcd74",
-                _get_nvfp4_decode_kv_cache="22a04e9fc020e832",
-                _get_nvfp4_bmm_scales="558bf9f214ab6c65",
+            pins=(
+                *_pins(
+                    f"{TRTLLM}.",
+                    __init__="5a58447a22c49276",
+                    forward_decode="c560e1ee9a89565a",
+                    _run_fixed_q_len_decode="2be5d91ed110efeb",
+                    _reshape_paged_kv_cache="a4e31f3d56bfcd74",
+                    _get_nvfp4_bmm_scales="558bf9f214ab6c65",
+                ),
+                Pin(
+                    f"{TRTLLM}._get_nvfp4_decode_kv_cache",
+                    {
+                        STOCK: "22a04e9fc020e832",
+                        # Refuses sm100, as the check in the main process does.
+                        f"{STOCK} + upstream.nvfp4_trtllm_gen_scales": "b4a7fdf80b8a905c",
+                    },
+                ),
             ),
         ),
     ),
