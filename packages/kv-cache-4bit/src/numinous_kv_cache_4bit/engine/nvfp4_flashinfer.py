@@ -260,7 +260,9 @@ def around_extend(
     seen = backend.forward_metadata
     paged = seen.prefill_wrappers[backend._get_wrapper_idx(layer)]
     if paged.is_cuda_graph_enabled:
-        raise RuntimeError(f"{NVFP4_FLASHINFER}: captured prefill and verification are not covered")
+        raise RuntimeError(
+            f"{NVFP4_FLASHINFER}: captured prefill is not covered: add --cuda-graph-backend-prefill disabled"
+        )
     q = q.contiguous().view(-1, layer.tp_q_head_num, layer.head_dim)
     new = [x.view(-1, layer.tp_k_head_num, layer.head_dim) for x in (k, v)]
     if not seen.use_ragged:
@@ -359,7 +361,7 @@ def after_backend(result: None, backend: Any, model_runner: Any, *args: Any, **n
     import flashinfer
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
-    if flashinfer.__version__ != FLASHINFER_VERSION:
+    if flashinfer.__version__.partition("+")[0] != FLASHINFER_VERSION:
         refuse(f"made for FlashInfer {FLASHINFER_VERSION}, this is {flashinfer.__version__}")
     if backend.skip_prefill:
         refuse("drafts are not covered")

@@ -238,9 +238,9 @@ def judge(command: ServeCommand) -> Iterator[str]:
         for phase in ("prefill", "decode")
     )
     if prefill != "flashinfer":
-        yield f"prefill would be by {prefill or 'the engine'}'s choice of attention: add --prefill-attention-backend flashinfer"
+        yield f"prefill would be by {prefill or 'what the engine chooses'}: add --prefill-attention-backend flashinfer"
     if decode not in DECODERS:
-        yield f"decode would be by {decode or 'the engine'}'s choice of attention: add --decode-attention-backend trtllm_mha (sm120) or flashinfer"
+        yield f"decode would be by {decode or 'what the engine chooses'}: add --decode-attention-backend trtllm_mha (sm120) or flashinfer"
     if "full" in (command.get("cuda_graph_backend_prefill"), prefill_graphs(command)):
         yield "--cuda-graph-backend-prefill full is not covered: a captured prefill needs the keys split, which FlashInfer reads wrongly in NVFP4"
     if command.get("dtype") not in ("auto", "bfloat16"):
