@@ -29,6 +29,7 @@ def _load(name: str) -> ModuleType:
 _harness = _load("harness")
 _load("block_model")
 _load("nvfp4_harness")
+_load("flashinfer_double")
 
 engine, hopper = _harness.engine, _harness.hopper
 native_kernel, reference_kernels = _harness.native_kernel, _harness.reference_kernels

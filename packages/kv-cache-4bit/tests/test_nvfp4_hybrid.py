@@ -144,7 +144,7 @@ def test_bytes_are_counted_as_they_are_allocated(engine: Any, pool: Any, formats
 def test_layers_of_another_rank_are_not_counted(engine: Any, installed: Any) -> None:
     made = hybrid_configurator()
     made.layer_info.start_layer, made.layer_info.end_layer = 4, LAYERS
-    assert ours._shape(made) == (HEADS, DIM, 1)
+    assert ours.shape_of(made) == (HEADS, DIM, 1)
     assert ours._full_layers(made) == [7]
 
 

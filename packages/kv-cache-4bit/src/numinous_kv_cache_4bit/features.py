@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from numinous_tooling.patching import Feature
 
-from .hooks import glm_dsa, glm_flash, glm_flash_fp8, mla_decode_fp8, mla_dense, nvfp4_triton
+from .hooks import (
+    glm_dsa,
+    glm_flash,
+    glm_flash_fp8,
+    mla_decode_fp8,
+    mla_dense,
+    nvfp4_flashinfer,
+    nvfp4_triton,
+)
 
 
 def features() -> tuple[Feature, ...]:
@@ -16,5 +24,6 @@ def features() -> tuple[Feature, ...]:
         glm_flash_fp8.FEATURE,
         mla_decode_fp8.FEATURE,
         mla_dense.FEATURE,
+        nvfp4_flashinfer.FEATURE,
         nvfp4_triton.FEATURE,
     )

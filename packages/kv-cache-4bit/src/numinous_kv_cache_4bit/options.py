@@ -82,5 +82,10 @@ NVFP4_SCALES = Option(
     doc="How NVFP4's block scales are chosen: by the largest value (amax), or by a search for the least squared error, paid at the write (mse).",
     choices=("amax", "mse"),
 )
+NVFP4_FLASHINFER = "kv4.nvfp4_flashinfer"
+FLASHINFER_VERSION = "0.6.18"
+"""Whose NVFP4 reads were read; what a caller has to do for them is not its documentation's."""
+FLASHINFER_DIMS = (64, 128, 256)
+"""Head dims: its kernels copy block scales by four, and count them in powers of two."""
 CPU_PLATFORM = "numinous-cpu"
 """Value of `SGLANG_PLATFORM` with which the engine serves on a CPU."""

@@ -153,7 +153,7 @@ def _on_gpu(configurator: Any) -> bool:
     return torch.device(configurator.device).type != "cpu"
 
 
-def _shape(configurator: Any) -> tuple[int, int, int]:
+def shape_of(configurator: Any) -> tuple[int, int, int]:
     """KV heads of a rank, values of a head, layers that keep keys and values."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -181,7 +181,7 @@ def _sliding_shape(configurator: Any) -> tuple[int, int, int]:
     from sglang.srt.runtime_context import get_parallel
 
     model = configurator.model_config
-    heads, head_dim, _ = _shape(configurator)
+    heads, head_dim, _ = shape_of(configurator)
     if configurator.is_hybrid_swa_compress:
         heads = max(1, model.hf_text_config.swa_num_key_value_heads // get_parallel().attn_tp_size)
         head_dim = model.swa_head_dim
@@ -206,13 +206,13 @@ def after_sizing(result: None, sizing: Any, configurator: Any) -> None:
     """`DefaultPoolConfigurator.__init__`: the bytes of a token that it divides the memory by."""
     shadow = _shadow_dtype(configurator)
     width = shadow.itemsize if shadow else 0
-    sizing._cell_size = cell_size(*_shape(configurator), width, fp8_keys=fp8_keys())
+    sizing._cell_size = cell_size(*shape_of(configurator), width, fp8_keys=fp8_keys())
 
 
 def after_sliding_sizing(result: None, sizing: Any, configurator: Any) -> None:
     """`HybridSWAPoolConfigurator.__init__`: the bytes of a token in a full and in a sliding layer."""
     _shadow_dtype(configurator)
-    heads, head_dim, _ = _shape(configurator)
+    heads, head_dim, _ = shape_of(configurator)
     sizing._full_per_token = cell_size(heads, head_dim, 1, fp8_keys=fp8_keys())
     heads, head_dim, _ = _sliding_shape(configurator)
     sizing._swa_per_token = cell_size(heads, head_dim, 1, fp8_keys=fp8_keys())
@@ -238,7 +238,7 @@ def _packed(configurator: Any, max_total_num_tokens: int, **layers_of_rank: int)
     """An `Nvfp4Pool` for all layers of this rank that keep keys and values."""
     from numinous_kv_cache_4bit.engine.nvfp4_pool import Nvfp4Pool
 
-    heads, head_dim, layers = _shape(configurator)
+    heads, head_dim, layers = shape_of(configurator)
     return Nvfp4Pool(
         max_total_num_tokens,
         page_size=configurator.pool_page_size,
@@ -269,7 +269,7 @@ def around_hybrid_pool(
 
     if configurator.post_capture_kv_active:
         refuse("the engine would build a pool of another kind for this launch")
-    heads, head_dim, _ = _shape(configurator)
+    heads, head_dim, _ = shape_of(configurator)
     return Nvfp4HybridPool(
         size=max_total_num_tokens,
         page_size=configurator.pool_page_size,
@@ -298,7 +298,7 @@ def around_sliding_pool(
     if configurator.post_capture_kv_active or configurator.is_hybrid_swa_mtp_draft:
         refuse("the engine would build a pool of another kind for this launch")
     model = configurator.model_config
-    heads, head_dim, _ = _shape(configurator)
+    heads, head_dim, _ = shape_of(configurator)
     sliding_heads, sliding_dim, _ = _sliding_shape(configurator)
     return Nvfp4SwaPool(
         size=full_max_total_num_tokens,
@@ -331,7 +331,7 @@ def after_pools(result: Any, configurator: Any, **sizes: Any) -> None:
         result = result.full_kv_pool
     if not isinstance(result, Nvfp4Pool):
         refuse(f"the engine builds a {type(result).__name__} for this launch, not covered")
-    heads, head_dim, layers = _shape(configurator)
+    heads, head_dim, layers = shape_of(configurator)
     ours = cell_size(heads, head_dim, layers, fp8_keys=result.fp8_keys)
     others = [
         (name, 2 * heads * head_dim * layers * width) for name, width in (("FP8", 1), ("bf16", 2))
