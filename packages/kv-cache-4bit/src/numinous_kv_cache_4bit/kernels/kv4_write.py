@@ -37,6 +37,7 @@ import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import (
     ScaleChoice,
+    block_amax,
     block_factor,
     block_scale,
     check_global_scale,
@@ -72,7 +73,7 @@ class Tile(NamedTuple):
 
 def tile_for(tokens: int) -> Tile:
     """What the launcher takes."""
-    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4)
+    return Tile(1, 2, True) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4, True)
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
@@ -148,11 +149,9 @@ def _kv4_write_kernel(
     if ROPE > 0 and AHEAD:
         rope = _load_rope(rope_ptr, rope_stride, token, live)
     pair = tl.reshape(pair, [ROWS, 32, 8])  # blocks of 16 values
-    low, high = pair << 16, pair & 0xFFFF0000  # fp32 bits of the even and of the odd columns
-    size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
-    amax = tl.max(size, axis=2).to(tl.uint32)  # [ROWS, 32]; the bits are ordered as the numbers
-    codes = block_scale(amax, inverse_global, NATIVE)
-    even, odd = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    codes = block_scale(block_amax(pair, NATIVE), inverse_global, NATIVE)  # [ROWS, 32]
+    even = (pair << 16).to(tl.float32, bitcast=True)
+    odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
     if SEARCH:
         codes = search_scale(codes, even, odd, inverse_global)
     factor = block_factor(codes, inverse_global, NATIVE)
@@ -172,8 +171,7 @@ def _kv4_write_kernel(
         if ROPE == 1:
             pair = tl.reshape(rope, [ROWS, 4, 8])  # groups of 16 values
             low, high = pair << 16, pair & 0xFFFF0000
-            size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
-            steps = step_codes(tl.max(size, axis=2).to(tl.uint32))[:, :, None]  # [ROWS, 4, 1]
+            steps = step_codes(block_amax(pair, NATIVE))[:, :, None]  # [ROWS, 4, 1]
             two = int8_codes(low, steps) | (int8_codes(high, steps) << 8)
             to = to.to(tl.pointer_type(tl.uint16))
             two = tl.reshape(two, [ROWS, 32]).to(tl.uint16)

@@ -44,6 +44,8 @@ from numinous_kv_cache_4bit.kernels.codec import (
     ARITHMETIC,
     FP8_CONVERSIONS,
     ScaleChoice,
+    block_amax,
+    block_factor,
     block_scale,
     check_global_scale,
     check_scale_choice,
@@ -51,7 +53,7 @@ from numinous_kv_cache_4bit.kernels.codec import (
     pack_e2m1,
     search_scale,
 )
-from numinous_tooling.device.convert import decode_e4m3fn, encode_e4m3fn_pairs
+from numinous_tooling.device.convert import encode_e4m3fn_pairs
 from numinous_tooling.numerics import decode_e4m3fn as decode_codes
 from numinous_tooling.numerics import encode_e2m1, pack_nibbles, quantize_fp8_tensor, quantize_nvfp4
 from numinous_tooling.numerics import encode_e4m3fn as encode_values
@@ -188,24 +190,31 @@ def _blocks_of(
     PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of the blocks of 16 of a program: the bits of fp32 of their even and odd columns [TILE, 8], slots, heads and blocks of the head."""
-    block = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    row, column = block // PER_ROW, block % PER_ROW
-    token, head = row // HEADS, (row % HEADS).to(tl.int64)
+    """Of the blocks of 16 of a program: their words of two bf16 numbers [TILE, 8], slots, heads and blocks of the head."""
+    # Without sign: a quotient by a power of two is a shift.
+    block = tl.program_id(0).to(tl.uint32) * TILE + tl.arange(0, TILE).to(tl.uint32)
+    row, column = block // PER_ROW, (block % PER_ROW).to(tl.int32)
+    token, head = (row // HEADS).to(tl.int32), (row % HEADS).to(tl.int64)
     live = token < tokens
     loc = tl.load(loc_ptr + token.to(tl.int64) * loc_stride, mask=live, other=0).to(tl.int64)
     word = tl.arange(0, 8)[None, :]
     start = token.to(tl.int64) * x_token_stride + head * x_head_stride + column * 8
     # Not masked by the ids: the load need not wait for them.
     pair = tl.load(x_ptr + start[:, None] + word, mask=live[:, None], other=0)
-    pair = pair.to(tl.uint32, bitcast=True)
-    return pair << 16, pair & 0xFFFF0000, loc, head, column
+    return pair.to(tl.uint32, bitcast=True), loc, head, column
+
+
+@triton.jit
+def _values_of(pair):
+    """fp32 of the even and of the odd columns."""
+    return (pair << 16).to(tl.float32, bitcast=True), (pair & 0xFFFF0000).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
 def _write_nvfp4(
-    low,
-    high,
+    pair,
     loc,
     head,
     column,
@@ -221,16 +230,11 @@ def _write_nvfp4(
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
-    amax = tl.max(size, axis=1).to(tl.uint32)  # the bits are ordered as the numbers
-    codes = block_scale(amax, inverse, NATIVE)
-    even, odd = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
+    codes = block_scale(block_amax(pair, NATIVE), inverse, NATIVE)
+    even, odd = _values_of(pair)
     if SEARCH:
         codes = search_scale(codes, even, odd, inverse)
-    codes = tl.where(inverse == inverse, codes, 0x7F).to(tl.uint8)
-    # `/` is an approximation on NVIDIA GPUs, and the global scale need not be a power of two: one ulp could decide.
-    factor = tl.div_rn(inverse * 6.103515625e-05, decode_e4m3fn(codes))
-    factor = tl.where(codes == 0, 0.0, factor)
+    factor = block_factor(codes, inverse, NATIVE)
     packed = pack_e2m1(even, odd, tl.broadcast_to(factor[:, None], [TILE, 8]), NATIVE)
 
     keep = (loc > 0) & (loc < slots)
@@ -242,8 +246,7 @@ def _write_nvfp4(
 
 @triton.jit
 def _write_fp8(
-    low,
-    high,
+    pair,
     loc,
     head,
     column,
@@ -254,12 +257,12 @@ def _write_fp8(
     inverse,
     NATIVE: tl.constexpr,
 ):
-    even, odd = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    pair = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
+    even, odd = _values_of(pair)
+    two = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
     keep = (loc > 0) & (loc < slots)
     to = buffer_ptr + loc * buffer_slot_stride + head * buffer_head_stride + column * 16
     to = to.to(tl.pointer_type(tl.uint16))
-    tl.store(to[:, None] + tl.arange(0, 8)[None, :], pair, mask=keep[:, None])
+    tl.store(to[:, None] + tl.arange(0, 8)[None, :], two, mask=keep[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
@@ -290,35 +293,35 @@ def _nvfp4_write_kernel(
     slots,
     k_inverse,
     v_inverse,
-    HEADS: tl.constexpr,
-    K_PER_ROW: tl.constexpr,  # blocks of a head
+    HEADS: tl.constexpr,  # 1 where the heads of a token lie side by side everywhere
+    K_PER_ROW: tl.constexpr,  # blocks of a head, or of all
     V_PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
-        low, high, loc, head, column = _blocks_of(
+        pair, loc, head, column = _blocks_of(
             k_ptr, k_token_stride, k_head_stride, loc_ptr, loc_stride, tokens, HEADS, K_PER_ROW, TILE
         )  # fmt: skip
         inverse = _inverse(k_global_ptr, k_inverse)
         if k_scales_ptr is None:
             _write_fp8(
-                low, high, loc, head, column, k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
+                pair, loc, head, column, k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
                 slots, inverse, NATIVE,
             )  # fmt: skip
         else:
             _write_nvfp4(
-                low, high, loc, head, column, k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
+                pair, loc, head, column, k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
                 k_scales_ptr, k_scales_slot_stride, k_scales_head_stride,
                 slots, inverse, TILE, SEARCH, NATIVE,
             )  # fmt: skip
     else:
-        low, high, loc, head, column = _blocks_of(
+        pair, loc, head, column = _blocks_of(
             v_ptr, v_token_stride, v_head_stride, loc_ptr, loc_stride, tokens, HEADS, V_PER_ROW, TILE
         )  # fmt: skip
         _write_nvfp4(
-            low, high, loc, head, column, v_buffer_ptr, v_buffer_slot_stride, v_buffer_head_stride,
+            pair, loc, head, column, v_buffer_ptr, v_buffer_slot_stride, v_buffer_head_stride,
             v_scales_ptr, v_scales_slot_stride, v_scales_head_stride,
             slots, _inverse(v_global_ptr, v_inverse), TILE, SEARCH, NATIVE,
         )  # fmt: skip
@@ -339,6 +342,12 @@ class _Side(NamedTuple):
     @property
     def per_row(self) -> int:
         return 2 * int(self.words.shape[2]) // BLOCK
+
+    @property
+    def joined(self) -> bool:
+        """Whether the heads of a token lie side by side in all that there is."""
+        there = [self.words, self.buffer, *([] if self.scales is None else [self.scales])]
+        return all(t.shape[1] == 1 or t.stride(1) == t.shape[2] for t in there)
 
     @property
     def scale_strides(self) -> tuple[int, int]:
@@ -390,6 +399,7 @@ def nvfp4_write(
             f"v_buffer: expected [{slots}, {heads}, D / 2] on {k_buffer.device}, got {list(v_buffer.shape)} on {v_buffer.device}"
         )
     blocks = tokens * heads * max(one.per_row, other.per_row)
+    rows, each = (1, heads) if one.joined and other.joined else (heads, 1)  # a token's
     if blocks >= 2**31 - tile.blocks:
         raise ValueError(f"k: {tokens} tokens are too many for one call")
     if not blocks:
@@ -415,9 +425,9 @@ def nvfp4_write(
         slots,
         one.inverse,
         other.inverse,
-        HEADS=heads,
-        K_PER_ROW=one.per_row,
-        V_PER_ROW=other.per_row,
+        HEADS=rows,
+        K_PER_ROW=each * one.per_row,
+        V_PER_ROW=each * other.per_row,
         TILE=tile.blocks,
         SEARCH=scale_choice == "mse",
         NATIVE=rounding(k_buffer.device),

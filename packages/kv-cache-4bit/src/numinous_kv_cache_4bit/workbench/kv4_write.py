@@ -234,7 +234,7 @@ def _binary(
             "loc_stride": 1,
             "ROWS": rows,
             "ROPE": rope,
-            "AHEAD": False,
+            "AHEAD": True,
             "SEARCH": search,
             "NATIVE": 2,
             "sm90": {"NATIVE": 1},
@@ -243,7 +243,7 @@ def _binary(
         aligned=[k for k in signature if k not in ("inverse_global", "tokens", "slots")],
         options={"num_warps": tile_for(1 if rows == 1 else FEW_TOKENS + 1).warps},
         required={
-            "sm90": ("HMNMX2.XORSIGN",),
+            "sm90": ("VIMNMX3.U16x2",),
             **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
         },
         # With many rows no exchange between threads but by shuffles.

@@ -308,9 +308,10 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
             **({} if case.on_device else {"k_global_ptr": None, "v_global_ptr": None}),
             **({"k_scales_ptr": None} if fp8 else {}),
             "loc_stride": 1,
-            "HEADS": case.heads,
-            "K_PER_ROW": case.k_dim // BLOCK,
-            "V_PER_ROW": case.v_dim // BLOCK,
+            # Heads side by side: one row a token.
+            "HEADS": 1,
+            "K_PER_ROW": case.heads * case.k_dim // BLOCK,
+            "V_PER_ROW": case.heads * case.v_dim // BLOCK,
             "TILE": TILE.blocks,
             "SEARCH": case.choice == "mse",
             "NATIVE": 1,
@@ -318,8 +319,8 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
         },
         aligned=[*pointers, *(name for name, stride in strides.items() if stride % 16 == 0)],
         options={"num_warps": TILE.warps},
-        # A block lies in one thread: no exchange.
-        required={"sm90": ("HMNMX2.XORSIGN", "LDG.E.128")},
+        # A block lies in one thread: no exchange. Two codes in one minimum of three.
+        required={"sm90": ("VIMNMX3.U16x2", "LDG.E.128")},
         forbidden=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("BAR", "SHFL")),
         quick=quick,
     )
