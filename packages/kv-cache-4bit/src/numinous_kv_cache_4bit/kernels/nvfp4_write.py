@@ -79,14 +79,15 @@ SMALLEST, LARGEST = 2.0**-64, 2.0**64
 
 
 class Tile(NamedTuple):
-    """Blocks of 16 and warps of a program."""
+    """Blocks of 16 and warps of a program, and programs for K, and for V, that take tiles in turn; 0: one for each tile."""
 
     blocks: int
     warps: int
+    programs: int = 0
 
 
-TILE = Tile(128, 4)
-"""What the launcher takes: a block a thread."""
+TILE = Tile(128, 4, 528)
+"""What the launcher takes: a block a thread; eight programs for each SM of an H200, all resident at once."""
 
 Scale: TypeAlias = torch.Tensor | float
 
@@ -179,7 +180,17 @@ def _inverse(scale_ptr, inverse):
 
 
 @triton.jit
-def _blocks_of(
+def _place_of(tile, HEADS: tl.constexpr, PER_ROW: tl.constexpr, TILE: tl.constexpr):
+    """Of the blocks of 16 of a tile: tokens, heads and blocks of the head."""
+    # Without sign: a quotient by a power of two is a shift.
+    block = (tile * TILE + tl.arange(0, TILE)).to(tl.uint32)
+    row, column = block // PER_ROW, (block % PER_ROW).to(tl.int32)
+    return (row // HEADS).to(tl.int32), (row % HEADS).to(tl.int64), column
+
+
+@triton.jit
+def _load(
+    tile,
     x_ptr,
     x_token_stride,
     x_head_stride,
@@ -190,34 +201,21 @@ def _blocks_of(
     PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Of the blocks of 16 of a program: their words of two bf16 numbers [TILE, 8], slots, heads and blocks of the head."""
-    # Without sign: a quotient by a power of two is a shift.
-    block = tl.program_id(0).to(tl.uint32) * TILE + tl.arange(0, TILE).to(tl.uint32)
-    row, column = block // PER_ROW, (block % PER_ROW).to(tl.int32)
-    token, head = (row // HEADS).to(tl.int32), (row % HEADS).to(tl.int64)
+    """Of the blocks of a tile: their words of two bf16 numbers [TILE, 8], and slots."""
+    token, head, column = _place_of(tile, HEADS, PER_ROW, TILE)
     live = token < tokens
     loc = tl.load(loc_ptr + token.to(tl.int64) * loc_stride, mask=live, other=0).to(tl.int64)
-    word = tl.arange(0, 8)[None, :]
     start = token.to(tl.int64) * x_token_stride + head * x_head_stride + column * 8
     # Not masked by the ids: the load need not wait for them.
-    pair = tl.load(x_ptr + start[:, None] + word, mask=live[:, None], other=0)
-    return pair.to(tl.uint32, bitcast=True), loc, head, column
+    at = x_ptr + start[:, None] + tl.arange(0, 8)[None, :]
+    return tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True), loc
 
 
 @triton.jit
-def _values_of(pair):
-    """fp32 of the even and of the odd columns."""
-    return (pair << 16).to(tl.float32, bitcast=True), (pair & 0xFFFF0000).to(
-        tl.float32, bitcast=True
-    )
-
-
-@triton.jit
-def _write_nvfp4(
+def _store(
+    tile,
     pair,
     loc,
-    head,
-    column,
     buffer_ptr,
     buffer_slot_stride,
     buffer_head_stride,
@@ -226,43 +224,79 @@ def _write_nvfp4(
     scales_head_stride,
     slots,
     inverse,
+    HEADS: tl.constexpr,
+    PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    codes = block_scale(block_amax(pair, NATIVE), inverse, NATIVE)
-    even, odd = _values_of(pair)
-    if SEARCH:
-        codes = search_scale(codes, even, odd, inverse)
-    factor = block_factor(codes, inverse, NATIVE)
-    packed = pack_e2m1(even, odd, tl.broadcast_to(factor[:, None], [TILE, 8]), NATIVE)
-
+    _, head, column = _place_of(tile, HEADS, PER_ROW, TILE)
     keep = (loc > 0) & (loc < slots)
-    to = loc * buffer_slot_stride + head * buffer_head_stride + column * 8
-    tl.store(buffer_ptr + to[:, None] + tl.arange(0, 8)[None, :], packed, mask=keep[:, None])
-    to = loc * scales_slot_stride + head * scales_head_stride + column
-    tl.store(scales_ptr + to, codes, mask=keep)
+    row = buffer_ptr + loc * buffer_slot_stride + head * buffer_head_stride
+    word = tl.arange(0, 8)[None, :]
+    even = (pair << 16).to(tl.float32, bitcast=True)
+    odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if scales_ptr is None:
+        two = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
+        to = (row + column * 16).to(tl.pointer_type(tl.uint16))
+        tl.store(to[:, None] + word, two, mask=keep[:, None])
+    else:
+        codes = block_scale(block_amax(pair, NATIVE), inverse, NATIVE)
+        if SEARCH:
+            codes = search_scale(codes, even, odd, inverse)
+        factor = block_factor(codes, inverse, NATIVE)
+        packed = pack_e2m1(even, odd, tl.broadcast_to(factor[:, None], [TILE, 8]), NATIVE)
+        tl.store((row + column * 8)[:, None] + word, packed, mask=keep[:, None])
+        to = loc * scales_slot_stride + head * scales_head_stride + column
+        tl.store(scales_ptr + to, codes, mask=keep)
 
 
 @triton.jit
-def _write_fp8(
-    pair,
-    loc,
-    head,
-    column,
+def _write(
+    x_ptr,
+    x_token_stride,
+    x_head_stride,
+    loc_ptr,
+    loc_stride,
     buffer_ptr,
     buffer_slot_stride,
     buffer_head_stride,
+    scales_ptr,
+    scales_slot_stride,
+    scales_head_stride,
+    tokens,
     slots,
     inverse,
+    HEADS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    TILE: tl.constexpr,
+    TURNS: tl.constexpr,
+    SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    even, odd = _values_of(pair)
-    two = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
-    keep = (loc > 0) & (loc < slots)
-    to = buffer_ptr + loc * buffer_slot_stride + head * buffer_head_stride + column * 16
-    to = to.to(tl.pointer_type(tl.uint16))
-    tl.store(to[:, None] + tl.arange(0, 8)[None, :], two, mask=keep[:, None])
+    first = tl.program_id(0)
+    pair, loc = _load(
+        first, x_ptr, x_token_stride, x_head_stride, loc_ptr, loc_stride, tokens, HEADS, PER_ROW, TILE
+    )  # fmt: skip
+    if TURNS:
+        step = tl.num_programs(0)
+        for tile in range(first, tl.cdiv(tokens * (HEADS * PER_ROW), TILE), step):
+            # Under way while this tile is worked on, and ahead of its stores, which could write what it reads.
+            next_pair, next_loc = _load(
+                tile + step, x_ptr, x_token_stride, x_head_stride, loc_ptr, loc_stride, tokens, HEADS, PER_ROW, TILE
+            )  # fmt: skip
+            _store(
+                tile, pair, loc, buffer_ptr, buffer_slot_stride, buffer_head_stride,
+                scales_ptr, scales_slot_stride, scales_head_stride,
+                slots, inverse, HEADS, PER_ROW, TILE, SEARCH, NATIVE,
+            )  # fmt: skip
+            pair, loc = next_pair, next_loc
+    else:
+        _store(
+            first, pair, loc, buffer_ptr, buffer_slot_stride, buffer_head_stride,
+            scales_ptr, scales_slot_stride, scales_head_stride,
+            slots, inverse, HEADS, PER_ROW, TILE, SEARCH, NATIVE,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
@@ -297,33 +331,23 @@ def _nvfp4_write_kernel(
     K_PER_ROW: tl.constexpr,  # blocks of a head, or of all
     V_PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
+    TURNS: tl.constexpr,  # whether there are more tiles than programs
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     if tl.program_id(1) == 0:
-        pair, loc, head, column = _blocks_of(
-            k_ptr, k_token_stride, k_head_stride, loc_ptr, loc_stride, tokens, HEADS, K_PER_ROW, TILE
+        _write(
+            k_ptr, k_token_stride, k_head_stride, loc_ptr, loc_stride,
+            k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
+            k_scales_ptr, k_scales_slot_stride, k_scales_head_stride,
+            tokens, slots, _inverse(k_global_ptr, k_inverse), HEADS, K_PER_ROW, TILE, TURNS, SEARCH, NATIVE,
         )  # fmt: skip
-        inverse = _inverse(k_global_ptr, k_inverse)
-        if k_scales_ptr is None:
-            _write_fp8(
-                pair, loc, head, column, k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
-                slots, inverse, NATIVE,
-            )  # fmt: skip
-        else:
-            _write_nvfp4(
-                pair, loc, head, column, k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
-                k_scales_ptr, k_scales_slot_stride, k_scales_head_stride,
-                slots, inverse, TILE, SEARCH, NATIVE,
-            )  # fmt: skip
     else:
-        pair, loc, head, column = _blocks_of(
-            v_ptr, v_token_stride, v_head_stride, loc_ptr, loc_stride, tokens, HEADS, V_PER_ROW, TILE
-        )  # fmt: skip
-        _write_nvfp4(
-            pair, loc, head, column, v_buffer_ptr, v_buffer_slot_stride, v_buffer_head_stride,
+        _write(
+            v_ptr, v_token_stride, v_head_stride, loc_ptr, loc_stride,
+            v_buffer_ptr, v_buffer_slot_stride, v_buffer_head_stride,
             v_scales_ptr, v_scales_slot_stride, v_scales_head_stride,
-            slots, _inverse(v_global_ptr, v_inverse), TILE, SEARCH, NATIVE,
+            tokens, slots, _inverse(v_global_ptr, v_inverse), HEADS, V_PER_ROW, TILE, TURNS, SEARCH, NATIVE,
         )  # fmt: skip
 
 
@@ -400,11 +424,14 @@ def nvfp4_write(
         )
     blocks = tokens * heads * max(one.per_row, other.per_row)
     rows, each = (1, heads) if one.joined and other.joined else (heads, 1)  # a token's
-    if blocks >= 2**31 - tile.blocks:
+    tiles = triton.cdiv(blocks, tile.blocks)
+    # A CPU has three, so that the interpreter takes turns.
+    programs = min(3 if loc.device.type == "cpu" else tile.programs, tiles) or tiles
+    if blocks >= 2**31 - (programs + 1) * tile.blocks:
         raise ValueError(f"k: {tokens} tokens are too many for one call")
     if not blocks:
         return
-    _nvfp4_write_kernel[(triton.cdiv(blocks, tile.blocks), 2)](
+    _nvfp4_write_kernel[(programs, 2)](
         one.words,
         other.words,
         loc,
@@ -429,6 +456,7 @@ def nvfp4_write(
         K_PER_ROW=each * one.per_row,
         V_PER_ROW=each * other.per_row,
         TILE=tile.blocks,
+        TURNS=programs < tiles,
         SEARCH=scale_choice == "mse",
         NATIVE=rounding(k_buffer.device),
         num_warps=tile.warps,

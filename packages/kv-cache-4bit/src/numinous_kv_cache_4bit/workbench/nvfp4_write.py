@@ -272,6 +272,8 @@ def _flashinfer_version() -> str:
 
 
 def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
+    blocks = case.tokens * case.heads * max(case.k_dim, case.v_dim) // BLOCK
+    turns = blocks > TILE.blocks * TILE.programs
     pointers = {
         "k_ptr": "*i32", "v_ptr": "*i32", "loc_ptr": "*i64",
         "k_buffer_ptr": "*u8", "v_buffer_ptr": "*u8", "v_scales_ptr": "*u8",
@@ -313,6 +315,7 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
             "K_PER_ROW": case.heads * case.k_dim // BLOCK,
             "V_PER_ROW": case.heads * case.v_dim // BLOCK,
             "TILE": TILE.blocks,
+            "TURNS": turns,
             "SEARCH": case.choice == "mse",
             "NATIVE": 1,
             "gfx950": {"NATIVE": 0},
@@ -338,6 +341,7 @@ def _cases() -> tuple[Case, ...]:
         Case(8, heads=2, k_dim=64, v_dim=256, slots="edges", values="edges", layout="slices", k_scale=1024.0),
         Case(9, heads=4, slots="edges", values="edges", ids="int32", k_scale=0.013, v_scale=7e-4),
         Case(20, heads=4, k_dim=16, v_dim=32, slots="edges", values="edges"),
+        Case(13, slots="edges", values="edges", layout="slices"),  # seven tiles of three programs
         Case(3, choice="mse"),
         Case(9, heads=4, slots="edges", values="edges", layout="slices", choice="mse", k_scale=2.0**-7, v_scale=64.0),
         Case(3, keys="fp8"),
@@ -395,6 +399,7 @@ OP = Op(
     },
     binaries=(
         _binary("d128", Case(3)),
+        _binary("d128_turns", Case(4096)),
         _binary("d128_scales", Case(3, on_device=True), quick=False),
         _binary("d256", Case(64, heads=4, k_dim=256, v_dim=256), quick=False),
         _binary("d128_mse", Case(3, choice="mse"), quick=False),
