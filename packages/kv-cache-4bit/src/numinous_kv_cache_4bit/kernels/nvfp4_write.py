@@ -44,6 +44,7 @@ from numinous_kv_cache_4bit.kernels.codec import (
     ARITHMETIC,
     FP8_CONVERSIONS,
     ScaleChoice,
+    behind_loads,
     block_amax,
     block_factor,
     block_scale,
@@ -79,15 +80,15 @@ SMALLEST, LARGEST = 2.0**-64, 2.0**64
 
 
 class Tile(NamedTuple):
-    """Blocks of 16 and warps of a program, and programs for K, and for V, that take tiles in turn; 0: one for each tile."""
+    """Blocks of 16 and warps of a program, and the most programs for K, and for V, which then take tiles in turn; 0: one for each tile."""
 
     blocks: int
     warps: int
     programs: int = 0
 
 
-TILE = Tile(128, 4, 528)
-"""What the launcher takes: a block a thread; eight programs for each SM of an H200, all resident at once."""
+TILE = Tile(128, 4, 792)
+"""What the launcher takes: a block a thread; twelve programs for each SM of an H200, all resident at once (40 registers)."""
 
 Scale: TypeAlias = torch.Tensor | float
 
@@ -288,7 +289,7 @@ def _write(
             _store(
                 tile, pair, loc, buffer_ptr, buffer_slot_stride, buffer_head_stride,
                 scales_ptr, scales_slot_stride, scales_head_stride,
-                slots, inverse, HEADS, PER_ROW, TILE, SEARCH, NATIVE,
+                slots, behind_loads(inverse, NATIVE), HEADS, PER_ROW, TILE, SEARCH, NATIVE,
             )  # fmt: skip
             pair, loc = next_pair, next_loc
     else:
@@ -424,13 +425,14 @@ def nvfp4_write(
         )
     blocks = tokens * heads * max(one.per_row, other.per_row)
     rows, each = (1, heads) if one.joined and other.joined else (heads, 1)  # a token's
-    tiles = triton.cdiv(blocks, tile.blocks)
-    # A CPU has three, so that the interpreter takes turns.
-    programs = min(3 if loc.device.type == "cpu" else tile.programs, tiles) or tiles
-    if blocks >= 2**31 - (programs + 1) * tile.blocks:
-        raise ValueError(f"k: {tokens} tokens are too many for one call")
     if not blocks:
         return
+    tiles = triton.cdiv(blocks, tile.blocks)
+    # A CPU has three, so that the interpreter takes turns. A search has the GPU compute all the time as it is, in more registers.
+    limit = 3 if loc.device.type == "cpu" else tile.programs * (scale_choice == "amax") or tiles
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, limit))  # as many turns for each
+    if blocks >= 2**31 - (programs + 1) * tile.blocks:
+        raise ValueError(f"k: {tokens} tokens are too many for one call")
     _nvfp4_write_kernel[(programs, 2)](
         one.words,
         other.words,

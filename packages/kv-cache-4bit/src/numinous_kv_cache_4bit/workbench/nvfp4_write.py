@@ -322,9 +322,11 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
         },
         aligned=[*pointers, *(name for name, stride in strides.items() if stride % 16 == 0)],
         options={"num_warps": TILE.warps},
-        # A block lies in one thread: no exchange. Two codes in one minimum of three.
-        required={"sm90": ("VIMNMX3.U16x2", "LDG.E.128")},
-        forbidden=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("BAR", "SHFL")),
+        # A block lies in one thread: no exchange. Two codes in one minimum of three. With turns, the barrier of `behind_loads`.
+        required={"sm90": ("VIMNMX3.U16x2", "LDG.E.128", *(("BAR.RED",) if turns else ()))},
+        forbidden=dict.fromkeys(
+            ("sm90", "sm100", "sm103", "sm120"), ("BAR.SYNC" if turns else "BAR", "SHFL", "LDS")
+        ),
         quick=quick,
     )
 
@@ -400,6 +402,7 @@ OP = Op(
     binaries=(
         _binary("d128", Case(3)),
         _binary("d128_turns", Case(4096)),
+        _binary("d128_k8_turns", Case(4096, keys="fp8"), quick=False),
         _binary("d128_scales", Case(3, on_device=True), quick=False),
         _binary("d256", Case(64, heads=4, k_dim=256, v_dim=256), quick=False),
         _binary("d128_mse", Case(3, choice="mse"), quick=False),
@@ -413,9 +416,10 @@ OP = Op(
 )
 
 SWEPT = (
-    *(Tile(32 * warps, warps) for warps in (1, 2, 8)),  # a block a thread
-    *(Tile(64 * warps, warps) for warps in (1, 2, 4)),  # two
-    *(Tile(128 * warps, warps) for warps in (1, 4)),
+    *(Tile(32 * warps, warps) for warps in (2, 4, 8)),  # a block a thread, a program a tile
+    Tile(256, 4),  # two
+    *(Tile(128, 4, programs) for programs in (264, 528, 660, 1056)),
+    Tile(256, 8, 396),
 )
 
 SWEEP = sweep(

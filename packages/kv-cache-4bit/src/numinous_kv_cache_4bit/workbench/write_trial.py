@@ -54,7 +54,7 @@ NVFP4 = _with_before(
         lambda case, inputs, tile: nvfp4_write._call(
             nvfp4_write.nvfp4_write, case, inputs, tile=tile
         ),
-        (Blocks(256, 8), Blocks(64, 2), Blocks(256, 4)),
+        (Blocks(128, 4), Blocks(128, 4, 528), Blocks(256, 8, 396)),
         (
             *(nvfp4_write.Case(tokens) for tokens in (1, 64, 4096, 16384)),
             nvfp4_write.Case(16384, keys="fp8"),
