@@ -40,7 +40,7 @@ KV4 = _with_before(
     sweep(
         kv4_write.OP,
         kv4_write._run,
-        (Rows(8, 4, False), Rows(4, 4, True), Rows(8, 8, True)),
+        (Rows(8, 4), Rows(4, 4), Rows(4, 4, 792), Rows(8, 4, 792)),
         (
             *(kv4_write.Case(tokens) for tokens in (1, 64, 4096, 65536)),
             *(kv4_write.Case(tokens, 288) for tokens in (4096, 65536)),
