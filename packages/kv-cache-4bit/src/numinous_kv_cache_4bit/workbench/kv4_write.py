@@ -276,8 +276,8 @@ def _cases() -> tuple[Case, ...]:
 
 def _bench_cases() -> tuple[Case, ...]:
     return (
-        *(Case(tokens) for tokens in (1, 16, 64, 512, 4096, 65536)),
-        *(Case(tokens, 288) for tokens in (64, 4096, 65536)),
+        *(Case(tokens) for tokens in (1, 16, 64, 512, 4096, 16384, 65536)),
+        *(Case(tokens, 288) for tokens in (64, 4096, 16384, 65536)),
         Case(65536, 416),
         *(Case(tokens, choice="mse") for tokens in (64, 4096)),
     )
