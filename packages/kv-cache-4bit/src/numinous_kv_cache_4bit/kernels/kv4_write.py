@@ -11,15 +11,13 @@
             token; which, is not defined, and rows of equal content are safe.
 *Bytes*     a token: 1024 latent + 128 rope + 4 or 8 id read, 352 written: 1512 with int64 ids (288-byte rows: 1320). At T = 64
             97 kB, 4096 6.2 MB, 65,536 99 MB. At 4.25 TB/s (*reported* best copy of an H200) 65,536 tokens take 23.3 µs, in which
-            132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values: bound by memory below that.
-*Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id and of values do not wait for each
-            other, one latency. Above, 8 rows on 4 warps: a thread has 32 neighbouring values, so two whole blocks: no exchange
-            between threads but by shuffles, for the rope's steps; 16 bytes a store, four 16-byte loads under way. The machine code for
-            sm90 has 464 instructions, 12.9 a value (sm100: 391, 10.9), for one row 249, 27 a value: there the two warps exchange the
-            steps through shared memory.
-*Time*      measured: docs/kernels/kv4_write.md. *Derived* before, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
-            bytes and 1.1 µs of instructions on top, 3.7 µs; T = 65,536: 17 µs of instructions under 23.3 of bytes, 27 µs (86 % of
-            the roof).
+            132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values, but only 9 of those of the logic unit, which has half the lanes.
+*Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id, latent and rope part do not wait for each
+            other, one latency. Above, 4 rows on 4 warps: a thread has a whole block of 16: no exchange between threads but by shuffles, for the
+            rope's steps. Where there are more rows than the programs that are resident together have, each takes four after four, and asks
+            for the next ahead of its work on these (`codec.behind_loads`). The machine code for sm90 has 258 instructions a turn, 14.3 a value
+            (sm100: 209), for one row 253, 28 a value: there the two warps exchange the steps through shared memory.
+*Time*      measured: docs/kernels/kv4_write.md, which also derives it.
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
             saturates and leaves its neighbours finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0
             keeps its sign. Rope: a NaN makes its 16 values NaN, beyond 8128 and inf saturate, `numerics.quantize_int8` has the rest.

@@ -40,7 +40,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numinous_kv_cache_4bit.workbench.before.codec import (
+from numinous_kv_cache_4bit.kernels.before.codec import (
     ARITHMETIC,
     FP8_CONVERSIONS,
     ScaleChoice,
