@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `harness` and `block_model` importable for the tests of this folder (pytest's import mode leaves the folder off the path), and
+"""Makes `harness`, `block_model` and `ptx_model` importable for the tests of this folder (pytest's import mode leaves the folder off the path), and
 fixtures known."""
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def _load(name: str) -> ModuleType:
 _harness = _load("harness")
 _load("block_model")
 _load("nvfp4_harness")
+_load("ptx_model")
 
 engine, hopper = _harness.engine, _harness.hopper
 native_kernel, reference_kernels = _harness.native_kernel, _harness.reference_kernels
