@@ -24,7 +24,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -171,6 +173,9 @@ def traffic(
 MAX_SPLITS = 64
 START_TILES = 6  # what a block takes before and after its tiles: 11 µs of version 2 on an H200, in tiles of 1.8 µs (derived)
 PART_TILES = 3  # what writing and joining a part takes: 5 µs
+JOIN_TILES = 1  # what a cluster's join takes: 2 to 5 µs, by what crosses between its blocks (derived)
+CLUSTERS = (2, 4, 8, 16)
+"""Splits that are a cluster where the GPU runs one of that many blocks; 16 only where a GPC has so many multiprocessors."""
 
 
 def choose_splits(blocks: int, tiles: int, processors: int) -> int:
@@ -183,12 +188,35 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
-def split_last_turn(tokens: int, groups: int, tiles: int, processors: int) -> tuple[int, int]:
-    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of all processors and need
-    no join, and the splits of each of the others."""
-    whole = tokens * groups // processors * processors // groups
-    splits = choose_splits((tokens - whole) * groups, tiles, processors)
-    return (whole, splits) if splits > 1 else (tokens, 1)
+class Split(NamedTuple):
+    """How lists lie over blocks: the first `whole` have one for each group of heads, the others `splits` each, which are a cluster that
+    joins them in shared memory where `cluster` is not 1, and else leave parts to a second kernel."""
+
+    whole: int
+    splits: int
+    cluster: int = 1
+
+
+def split_last_turn(tokens: int, groups: int, tiles: int, places: Mapping[int, int]) -> Split:
+    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of the GPU and need no join, and
+    the splits of each of the others that take the fewest turns; the fewest of equals.
+
+    Args:
+        places: cluster -> blocks that the GPU runs at once in clusters of that many; [1] are its multiprocessors.
+    """
+    blocks = tokens * groups
+
+    def made(splits: int) -> tuple[int, Split]:
+        cluster = splits if splits in places else 1
+        join = 0 if splits == 1 else PART_TILES if cluster == 1 else JOIN_TILES
+        whole = blocks // places[cluster] * places[cluster] // groups
+        turns = -(-(tokens - whole) * groups * splits // places[cluster])
+        full = -(-whole * groups // places[cluster])
+        took = full * (tiles + START_TILES) + turns * (-(-tiles // splits) + START_TILES + join)
+        return took, Split(whole, splits, cluster) if splits > 1 else Split(tokens, 1)
+
+    choices = map(made, range(1, max(1, min(tiles, MAX_SPLITS)) + 1))
+    return min(choices, key=lambda one: one[0])[1]
 
 
 def join_threads(splits: int) -> int:
@@ -200,6 +228,16 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _places(plan: Schedule, row: RowFormat, device: torch.device) -> dict[int, int]:
+    """`places` of `split_last_turn` for the Hopper kernel. Blocks have a multiprocessor each, and a cluster lies in one GPC: where these have
+    16 or 18 multiprocessors, 132 hold 66 clusters of 2, but 32 of 4, 16 of 8 and 8 of 16."""
+    kernel = launch.load(PACKAGE, source_binary(row.width), entry=plan.entry)
+    shared = plan.shared(row)
+    at_once = {n: n * kernel.clusters_at_once(n, plan.threads, shared) for n in CLUSTERS}
+    return {1: _processors(device), **{n: blocks for n, blocks in at_once.items() if blocks}}
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
@@ -598,15 +636,18 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "lse", "part_out", "part_lse", "debug")),
         *((name, ctypes.c_int64) for name in ("q_request_stride", "q_query_stride", "q_head_stride")),
         *((name, ctypes.c_int64) for name in ("pool_stride", "index_stride", "slots")),
-        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits", "wide_ids")),
+        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits")),
+        *((name, ctypes.c_int) for name in ("cluster_log2", "wide_ids")),
         *((name, ctypes.c_float) for name in ("scale_log2", "out_scale")),
         ("q_factor", ctypes.c_uint32),
     )  # fmt: skip
 
 
-def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tuple[_Params, Any]:
+def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, Any]:
     """Arguments of the kernels of csrc/sparse_mla_decode, and the parts that they name."""
-    parts = _parts(call, call.tokens - whole, splits) if whole < call.tokens else (None, None)
+    parts: Any = (None, None)
+    if split.whole < call.tokens and split.cluster == 1:
+        parts = _parts(call, call.tokens - split.whole, split.splits)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -630,8 +671,9 @@ def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tupl
         call.queries,
         call.heads,
         call.width,
-        whole,
-        splits,
+        split.whole,
+        split.splits,
+        split.cluster.bit_length() - 1,
         int(call.index.dtype == torch.int64),
         call.sm_scale * math.log2(math.e) / held,
         call.latent_scale / held,
@@ -646,12 +688,15 @@ def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[st
     lists = params.whole + rest * params.splits
     blocks = lists * -(-call.heads // plan.heads)
     launches = [(plan.entry, blocks, plan.threads, plan.shared(call.row))]
-    if rest:
+    if rest and not params.cluster_log2:
         launches.append(("combine", rest * call.heads, join_threads(params.splits), 0))
     return launches
 
 
-def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
+def _launch_cuda(
+    call: _Call, debug: torch.Tensor | None = None, *, clusters: bool = True
+) -> None:
+    """`clusters` off: every split list by parts, as before there were clusters; for the bench of both, until it has been run."""
     capability = torch.cuda.get_device_capability(call.q.device)
     products = MADE_FOR[capability]
     plan = schedule(call.heads, products)
@@ -659,11 +704,16 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
     tiles = -(-call.width // TILE)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
+        places = {1: _processors(call.q.device)}
+        if products == "wgmma" and clusters:
+            places = _places(plan, call.row, call.q.device)
         if call.splits is None:
-            whole, splits = split_last_turn(call.tokens, groups, tiles, _processors(call.q.device))
+            split = split_last_turn(call.tokens, groups, tiles, places)
+        elif call.splits == 1:
+            split = Split(call.tokens, 1)
         else:
-            whole, splits = (call.tokens if call.splits == 1 else 0), call.splits
-        params, _parts_kept = cuda_params(call, whole, splits, debug)
+            split = Split(0, call.splits, call.splits if call.splits in places else 1)
+        params, _parts_kept = cuda_params(call, split, debug)
         if products == "mma":
             arch = launch.architectures(capability)[0]
             binary = mma_binary(call.row.width, arch, debug=debug is not None)
@@ -673,7 +723,13 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
-                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine"
+                (blocks,),
+                threads,
+                (params,),
+                shared=shared,
+                stream=stream,
+                pdl=entry == "combine",
+                cluster=(split.cluster,) if split.cluster > 1 else None,
             )
 
 

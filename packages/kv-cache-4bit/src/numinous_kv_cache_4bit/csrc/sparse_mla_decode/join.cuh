@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A list that the blocks of a cluster share, joined in their shared memory: no parts in memory, no second kernel.
+//
+// Contract. Each block has one part of the list and the same heads. Its consumers, kConsumers threads that have all done so, have written
+//   stage [heads][kStageStride]  fp32, what V's products add up to, in units of the tiles, under the block's own largest score and not
+//                                divided by any sum; latent value d of head h at [h][d], from whatever fragments the products left it in;
+//   tops [heads], sums [heads]   that largest score, and the sum of the weights; a part without rows has -inf, 0 and zeros,
+// none of it over what another thread of the block still reads. Each block then reads its share of heads from all of them, and writes
+// output and lse. No block ends before all have read.
+
+#pragma once
+
+#include "common.cuh"
+
+namespace numinous {
+
+// The warp's units, each a head or a part of it: a lane has kPieces times four values. `weight` is what a lane has of the blocks' weights.
+template <int kPieces>
+__device__ __forceinline__ void join_units(const Params& p, const Work& w, const float* stage, float weight, int rank, int warp, int warps,
+                                           int heads) {
+  constexpr int kParts = 4 / kPieces, kAhead = kPieces == 4 ? 2 : 4;  // loads under way: eight of 16 bytes
+  const int lane = threadIdx.x % 32, blocks = w.blocks;
+  for (int turn = 0, unit = warp; unit < heads * kParts; ++turn, unit += warps) {
+    const int head = unit / kParts, first = 4 * lane + unit % kParts * kPieces * 128;
+    const float* own = stage + head * kStageStride + first;
+    float4 out[kPieces];
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k) out[k] = {0.0f, 0.0f, 0.0f, 0.0f};
+    // Each block begins with itself, so that no two read from one at a time; for a head it is always the same order.
+    for (int i = 0; i < blocks; i += kAhead) {
+      float4 v[kAhead][kPieces];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const float* at = in_block(own, (rank + i + a) & (blocks - 1));
+#pragma unroll
+        for (int k = 0; k < kPieces; ++k)
+          if (a < 2 || i + a < blocks) v[a][k] = *reinterpret_cast<const float4*>(at + 128 * k);
+      }
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const float by = __shfl_sync(~0u, weight, turn * blocks + (rank + i + a & (blocks - 1)));
+        if (a < 2 || i + a < blocks)
+#pragma unroll
+          for (int k = 0; k < kPieces; ++k)
+            out[k] = {out[k].x + by * v[a][k].x, out[k].y + by * v[a][k].y, out[k].z + by * v[a][k].z, out[k].w + by * v[a][k].w};
+      }
+    }
+    uint16_t* to = p.out + w.row_of(p, head) * kLatent + first;
+#pragma unroll
+    for (int k = 0; k < kPieces; ++k)
+      *reinterpret_cast<uint2*>(to + 128 * k) = uint2{bf16_pair(out[k].x, out[k].y), bf16_pair(out[k].z, out[k].w)};
+  }
+}
+
+// By all consumers of all blocks of the cluster; producers may have ended.
+__device__ __forceinline__ void join_cluster(const Params& p, const Work& w, const float* stage, const float* tops, const float* sums,
+                                             int heads_of_block) {
+  cluster_barrier();
+  const int blocks = w.blocks, rank = cluster_rank(), lane = threadIdx.x % 32;
+  const int warps = kConsumers / 32 * blocks, warp = kConsumers / 32 * rank + threadIdx.x / 32;
+  const int heads = min(heads_of_block, p.heads - w.head);
+  const int parts = warps >= 4 * heads ? 2 : warps >= 2 * heads ? 1 : 0;  // a unit is a head, a half or a quarter: 2 to this
+
+  // Lane turn · blocks + b has the weight of block b in the warp's unit of that turn: of 64 heads and two blocks four turns, eight lanes;
+  // it is never more than a warp has.
+  const int unit = warp + (lane >> p.cluster_log2) * warps, from = lane & (blocks - 1), head = unit >> parts;
+  const bool live = head < heads;
+  float top = -kInf, sum = 0.0f;
+  if (live) {
+    top = in_block(tops, from)[head];
+    sum = in_block(sums, from)[head];
+  }
+  float most = top;
+  for (int lanes = 1; lanes < blocks; lanes *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+  float weight = exp2_fast(top * p.scale_log2 - exponent_of(p, most)), total = weight * sum;
+  for (int lanes = 1; lanes < blocks; lanes *= 2) total += __shfl_xor_sync(~0u, total, lanes);
+  weight *= finish(p, w, head, most, total, live && from == 0 && unit == head << parts);
+
+  if (parts == 0) join_units<4>(p, w, stage, weight, rank, warp, warps, heads);
+  if (parts == 1) join_units<2>(p, w, stage, weight, rank, warp, warps, heads);
+  if (parts == 2) join_units<1>(p, w, stage, weight, rank, warp, warps, heads);
+  cluster_leave();
+}
+
+}  // namespace numinous
