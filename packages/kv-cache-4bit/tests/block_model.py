@@ -125,14 +125,16 @@ def run_call(library: Any, call: Any, params: Any, products: kernels.Products = 
         assert fault is None, f"{entry}: {fault.decode()}"
 
 
-def check_no_rows(library: Any, heads: int, splits: int, products: kernels.Products) -> None:
+def check_no_rows(
+    library: Any, heads: int, splits: int, products: kernels.Products, cluster: int = 1
+) -> None:
     """A query that names nothing gives zeros and -inf though its q is NaN or infinite; the other one is as ever."""
     case = Case(2, heads, 130, splits=splits)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     inputs["index"][1] = -1
     inputs["q"][1] = torch.nan
     inputs["q"][1, 0, 0] = torch.inf
-    got = run_model(library, case, inputs, products)
+    got = run_model(library, case, inputs, products, cluster=cluster)
     OP.compare(case, got, OP.reference(case, inputs))
 
 
@@ -159,7 +161,12 @@ def check_debug_script(
         library = build(352, define, *faults)
 
         def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
-            run_call(library, call, kernels.cuda_params(call, kernels.Split(call.tokens, 1), dump)[0], products)
+            run_call(
+                library,
+                call,
+                kernels.cuda_params(call, kernels.Split(call.tokens, 1), dump)[0],
+                products,
+            )
 
         monkeypatch.setattr(kernels, "_launch_cuda", launch)
         for heads in (64, 16):

@@ -23,10 +23,6 @@
 
 #include <functional>
 
-inline float __shfl_sync(unsigned, float value, int lane) {
-  return __uint_as_float(model::exchanged(float_as_uint(value), lane));
-}
-
 namespace model {
 
 constexpr uint32_t kLanes = 128, kColumns = 512;

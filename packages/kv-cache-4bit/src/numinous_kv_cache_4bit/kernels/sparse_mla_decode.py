@@ -173,7 +173,9 @@ def traffic(
 MAX_SPLITS = 64
 START_TILES = 6  # what a block takes before and after its tiles: 11 µs of version 2 on an H200, in tiles of 1.8 µs (derived)
 PART_TILES = 3  # what writing and joining a part takes: 5 µs
-JOIN_TILES = 1  # what a cluster's join takes: 2 to 5 µs, by what crosses between its blocks (derived)
+JOIN_TILES = (
+    1  # what a cluster's join takes: 2 to 5 µs, by what crosses between its blocks (derived)
+)
 CLUSTERS = (2, 4, 8, 16)
 """Splits that are a cluster where the GPU runs one of that many blocks; 16 only where a GPC has so many multiprocessors."""
 
@@ -547,8 +549,8 @@ def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
         entries=["wide", "narrow_32", "narrow_16", "combine"],
         archs=("sm90",),
         defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        # Loads past L1, asynchronous products, registers handed over.
-        required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
+        # Loads past L1, asynchronous products, registers handed over, barriers of a cluster.
+        required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2", "UCGABAR_ARV")},
         quick=width == KV4.width,
     )
 
@@ -693,9 +695,7 @@ def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[st
     return launches
 
 
-def _launch_cuda(
-    call: _Call, debug: torch.Tensor | None = None, *, clusters: bool = True
-) -> None:
+def _launch_cuda(call: _Call, debug: torch.Tensor | None = None, *, clusters: bool = True) -> None:
     """`clusters` off: every split list by parts, as before there were clusters; for the bench of both, until it has been run."""
     capability = torch.cuda.get_device_capability(call.q.device)
     products = MADE_FOR[capability]

@@ -28,7 +28,7 @@ struct Params {
   int64_t slots;
   int tokens, queries, heads, width;
   int whole, splits;  // the first tokens have one block for each group of heads, which writes the output; the others have `splits`
-  int cluster_log2;   // not 0: the splits of a list, 2 to this, are a cluster and write the output; Hopper only
+  int cluster_log2;   // not 0: the splits of a list, 2 to this, are a cluster and write the output; Hopper only, see join.cuh
   int wide_ids;
   float scale_log2;   // of scores of what tiles hold, times log2(e)
   float out_scale;    // from what tiles hold to values
@@ -42,7 +42,7 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 struct Work {
   int token, request, query, head, begin, end, length;  // tiles begin … end of a list of `length` entries
   int part;    // which of all parts [tokens - whole, splits] the block writes; negative: the output
-  int blocks;  // of a cluster, that have the list's parts and join them; else 1
+  int blocks;  // of a cluster, which have the list's parts and join them; else 1
 
   // Row of a head of the block in the output, or in parts.
   __device__ __forceinline__ int64_t row_of(const Params& p, int head_of_block) const {
@@ -50,45 +50,20 @@ struct Work {
   }
 };
 
-// Mostly by 1, and a division is a chain of a hundred cycles in front of a block's first load.
-__device__ __forceinline__ int divided(int a, int b) { return b == 1 ? a : int(uint32_t(a) / uint32_t(b)); }
-
 // Blocks of one list stand side by side: they run at the same time, so that a row that one has read comes to the others from L2.
 __device__ __forceinline__ Work work_of(const Params& p, int heads_of_block) {
   Work w;
-  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, block = blockIdx.x, split_from = p.whole * groups;
-  int splits = 1, split = 0;
-  w.part = -1;
-  if (p.cluster_log2 > 0 && block >= split_from) {  // [token, group of heads, split]
-    splits = 1 << p.cluster_log2;
-    split = (block - split_from) & (splits - 1);
-    const int unit = split_from + (block - split_from >> p.cluster_log2);
-    w.token = divided(unit, groups);
-    w.head = (unit - w.token * groups) * heads_of_block;
-    w.blocks = splits;
-  } else {  // [token, split, group of heads]
-    const int list = divided(block, groups);
-    w.head = (block - list * groups) * heads_of_block;
-    w.token = list;
-    w.blocks = 1;
-    if (list >= p.whole) {
-      splits = p.splits;
-      w.part = list - p.whole;
-      w.token = p.whole + divided(w.part, splits);
-      split = w.part - (w.token - p.whole) * splits;
-    }
-  }
-  w.request = divided(w.token, p.queries);
-  w.query = w.token - w.request * p.queries;
+  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, list = blockIdx.x / groups;
+  w.head = blockIdx.x % groups * heads_of_block;
+  w.part = list - p.whole;
+  w.blocks = 1;
+  w.token = w.part < 0 ? list : p.whole + w.part / p.splits;
+  w.request = w.token / p.queries;
+  w.query = w.token % p.queries;
   w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
-  const int tiles = tiles_of(w.length);
-  if (w.blocks > 1) {
-    w.begin = uint32_t(tiles) * uint32_t(split) >> p.cluster_log2;
-    w.end = uint32_t(tiles) * uint32_t(split + 1) >> p.cluster_log2;
-  } else {
-    w.begin = first_tile(tiles, splits, split);
-    w.end = first_tile(tiles, splits, split + 1);
-  }
+  const int tiles = tiles_of(w.length), splits = w.part < 0 ? 1 : p.splits, split = w.part < 0 ? 0 : w.part % p.splits;
+  w.begin = first_tile(tiles, splits, split);
+  w.end = first_tile(tiles, splits, split + 1);
   return w;
 }
 

@@ -2,7 +2,7 @@
 //
 // A list that the blocks of a cluster share, joined in their shared memory: no parts in memory, no second kernel.
 //
-// Contract. Each block has one part of the list and the same heads. Its consumers, kConsumers threads that have all done so, have written
+// Contract of `join_cluster`. Each block has one part of the list and the same heads. Its consumers, kConsumers threads that have all done so, have written
 //   stage [heads][kStageStride]  fp32, what V's products add up to, in units of the tiles, under the block's own largest score and not
 //                                divided by any sum; latent value d of head h at [h][d], from whatever fragments the products left it in;
 //   tops [heads], sums [heads]   that largest score, and the sum of the weights; a part without rows has -inf, 0 and zeros,
@@ -14,6 +14,28 @@
 #include "common.cuh"
 
 namespace numinous {
+
+// Mostly by 1, and a division is a chain of a hundred cycles in front of a block's first load.
+__device__ __forceinline__ int divided(int a, int b) { return b == 1 ? a : int(uint32_t(a) / uint32_t(b)); }
+
+// `work_of` where there may be clusters: whole lists as there, in whole clusters, then [token, group of heads, split].
+__device__ __forceinline__ Work clustered_work_of(const Params& p, int heads_of_block) {
+  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, whole = p.whole * groups;
+  if (p.cluster_log2 == 0 || int(blockIdx.x) < whole) return work_of(p, heads_of_block);
+  Work w;
+  w.part = -1;
+  w.blocks = 1 << p.cluster_log2;
+  const int beyond = int(blockIdx.x) - whole, unit = whole + (beyond >> p.cluster_log2), split = beyond & (w.blocks - 1);
+  w.token = divided(unit, groups);
+  w.head = (unit - w.token * groups) * heads_of_block;
+  w.request = divided(w.token, p.queries);
+  w.query = w.token - w.request * p.queries;
+  w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
+  const uint32_t tiles = tiles_of(w.length);
+  w.begin = int(tiles * split >> p.cluster_log2);
+  w.end = int(tiles * (split + 1) >> p.cluster_log2);
+  return w;
+}
 
 // The warp's units, each a head or a part of it: a lane has kPieces times four values. `weight` is what a lane has of the blocks' weights.
 template <int kPieces>

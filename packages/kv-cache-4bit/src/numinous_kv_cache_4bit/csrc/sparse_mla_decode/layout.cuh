@@ -123,10 +123,7 @@ NUMINOUS_HD int tiles_of(int length) { return length / kTile + (length % kTile !
 
 // First tile of a split; that of split `splits` is the end. Fewer than 2^25 tiles, at most 64 splits: a quotient of 32 bits, the other takes a
 // block a hundred instructions.
-NUMINOUS_HD int first_tile(int tiles, int splits, int split) {
-  if (splits == 1) return tiles * split;
-  return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));
-}
+NUMINOUS_HD int first_tile(int tiles, int splits, int split) { return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits)); }
 
 // Groups of 64 threads that join a head's splits.
 constexpr int kJoinGroups = 4;
