@@ -647,9 +647,8 @@ class _Params(ctypes.Structure):
 
 def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, Any]:
     """Arguments of the kernels of csrc/sparse_mla_decode, and the parts that they name."""
-    parts: Any = (None, None)
-    if split.whole < call.tokens and split.cluster == 1:
-        parts = _parts(call, call.tokens - split.whole, split.splits)
+    left = call.tokens - split.whole if split.cluster == 1 else 0
+    parts = _parts(call, left, split.splits) if left else (None, None)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -723,14 +722,9 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None, *, clusters: bo
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
-                (blocks,),
-                threads,
-                (params,),
-                shared=shared,
-                stream=stream,
-                pdl=entry == "combine",
+                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine",
                 cluster=(split.cluster,) if split.cluster > 1 else None,
-            )
+            )  # fmt: skip
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

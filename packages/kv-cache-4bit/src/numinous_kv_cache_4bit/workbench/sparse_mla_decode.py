@@ -226,8 +226,17 @@ def _ours(impl: Impl) -> Any:
 
 def _by_parts(case: Case, inputs: Tensors) -> Tensors:
     """The CUDA version with all splits joined by a second kernel: beside clusters in one run, until the verdict is in."""
-    given = [_arguments(inputs).get(name) for name in ("index", "page_table", "lengths", "sink")]
-    call = _checked(inputs["q"], inputs["pool"], SM_SCALE, *given, case.scale, case.splits or None)
+    call = _checked(
+        inputs["q"],
+        inputs["pool"],
+        SM_SCALE,
+        inputs.get("index"),
+        inputs.get("page_table"),
+        inputs.get("lengths"),
+        inputs["sink"],
+        case.scale,
+        case.splits or None,
+    )
     _launch_cuda(call, clusters=False)
     return {"out": call.out, "lse": call.lse}
 
