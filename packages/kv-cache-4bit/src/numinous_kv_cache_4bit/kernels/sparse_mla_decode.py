@@ -11,7 +11,8 @@
             s sees the first length - (s - 1 - j) tokens. A query without rows gives zeros and lse -inf. Slots that nobody names are not
             read, so NaN in them spreads nowhere; NaN in a named row makes NaN.
 *Scale*     `latent_scale`, a power of two, is what `kv4_write` was given as global scale: it multiplies the latent part of q and the output.
-*Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2.
+*Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2; on Hopper 2, 4, 8
+            or 16 of them are a cluster of blocks and join them in shared memory.
 *Bytes*     a query reads k × width, and its q and out; FLOPs 2 · heads · k · (512 + rope + 512). At k 2048 and 4.25 TB/s a query's rows take
             0.17 µs (352) or 0.32 µs (656); its FLOPs at 790 TFLOP/s take 0.36 µs with 64 heads, 0.09 with 16.
 *Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
@@ -176,8 +177,7 @@ PART_TILES = 3  # what writing and joining a part takes: 5 µs
 JOIN_TILES = (
     1  # what a cluster's join takes: 2 to 5 µs, by what crosses between its blocks (derived)
 )
-CLUSTERS = (2, 4, 8, 16)
-"""Splits that are a cluster where the GPU runs one of that many blocks; 16 only where a GPC has so many multiprocessors."""
+CLUSTERS = (2, 4, 8, 16)  # splits that are a cluster; 16 where a GPC has so many multiprocessors
 
 
 def choose_splits(blocks: int, tiles: int, processors: int) -> int:
