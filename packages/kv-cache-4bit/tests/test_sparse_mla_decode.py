@@ -176,7 +176,7 @@ CLUSTER_FAULTS = {
     "the stage is divided already": ("      factor[r] = 1.0f;", "      factor[r] = p.out_scale / total;"),
     "a part without rows keeps its maximum": ("        maxima[head] = most[r];\n", ""),
     "the last head is left out": ("const bool live = head < heads;", "const bool live = head < heads - 1;"),
-    "a cluster's end of a list": ("tiles * (split + 1) >> p.cluster_log2", "tiles * split + 1 >> p.cluster_log2"),
+    "a cluster's end of a list": ("split_up(tiles * (split + 1))", "split_up(tiles * split + 1)"),
     "halves of a head overlap": ("unit % kParts * kPieces * 128", "unit % kParts * 128"),
 }  # fmt: skip
 
@@ -291,7 +291,7 @@ FAULTS = {
     "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
     "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
     "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
-    "the last split ends early": ("return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));", "return tiles / splits * split;"),
+    "the last split ends early": ("w.end = int(split_up(tiles * (split + 1)))", "w.end = int(split_up(tiles) * (split + 1))"),
 }  # fmt: skip
 
 

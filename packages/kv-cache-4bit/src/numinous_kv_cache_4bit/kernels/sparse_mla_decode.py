@@ -174,9 +174,7 @@ def traffic(
 MAX_SPLITS = 64
 START_TILES = 6  # what a block takes before and after its tiles: 11 µs of version 2 on an H200, in tiles of 1.8 µs (derived)
 PART_TILES = 3  # what writing and joining a part takes: 5 µs
-JOIN_TILES = (
-    1  # what a cluster's join takes: 2 to 5 µs, by what crosses between its blocks (derived)
-)
+JOIN_TILES = 1  # what a cluster's join takes: 2 to 5 µs (derived)
 CLUSTERS = (2, 4, 8, 16)  # splits that are a cluster; 16 where a GPC has so many multiprocessors
 
 

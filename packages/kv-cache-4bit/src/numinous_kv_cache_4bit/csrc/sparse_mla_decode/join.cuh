@@ -15,25 +15,27 @@
 
 namespace numinous {
 
-// Mostly by 1, and a division is a chain of a hundred cycles in front of a block's first load.
-__device__ __forceinline__ int divided(int a, int b) { return b == 1 ? a : int(uint32_t(a) / uint32_t(b)); }
-
-// `work_of` where there may be clusters: whole lists as there, in whole clusters, then [token, group of heads, split].
+// `work_of` of Hopper: blocks of whole lists [token, group of heads], then [token, group, split]. Where there are clusters these are whole ones
+// in front, too. What divides is mostly 1 or a power of two, and each division is a chain of a hundred cycles and more in front of a block's
+// first load, a table's id, which all of its start waits for.
 __device__ __forceinline__ Work clustered_work_of(const Params& p, int heads_of_block) {
-  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, whole = p.whole * groups;
-  if (p.cluster_log2 == 0 || int(blockIdx.x) < whole) return work_of(p, heads_of_block);
+  const int groups = (p.heads + heads_of_block - 1) / heads_of_block, block = blockIdx.x, whole = p.whole * groups;
+  const int splits = block < whole ? 1 : p.splits;
+  const auto divided = [](uint32_t a, int b) { return b == 1 ? a : a / uint32_t(b); };
+  const auto split_up = [&](uint32_t a) { return splits > 1 && p.cluster_log2 > 0 ? a >> p.cluster_log2 : divided(a, splits); };
+  const int before = block < whole ? 0 : whole, unit = before + int(split_up(block - before));
+  const int split = block - before - (unit - before) * splits;
   Work w;
-  w.part = -1;
-  w.blocks = 1 << p.cluster_log2;
-  const int beyond = int(blockIdx.x) - whole, unit = whole + (beyond >> p.cluster_log2), split = beyond & (w.blocks - 1);
-  w.token = divided(unit, groups);
+  w.token = int(divided(unit, groups));
   w.head = (unit - w.token * groups) * heads_of_block;
-  w.request = divided(w.token, p.queries);
+  w.blocks = p.cluster_log2 > 0 ? splits : 1;
+  w.part = splits == w.blocks ? -1 : (w.token - p.whole) * splits + split;
+  w.request = int(divided(w.token, p.queries));
   w.query = w.token - w.request * p.queries;
   w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
   const uint32_t tiles = tiles_of(w.length);
-  w.begin = int(tiles * split >> p.cluster_log2);
-  w.end = int(tiles * (split + 1) >> p.cluster_log2);
+  w.begin = int(split_up(tiles * split));
+  w.end = int(split_up(tiles * (split + 1)));
   return w;
 }
 
