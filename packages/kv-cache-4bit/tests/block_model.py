@@ -119,8 +119,9 @@ def run_model(
 
 def run_call(library: Any, call: Any, params: Any, products: kernels.Products = "wgmma") -> None:
     """The launches of a checked call."""
-    plan, cluster = kernels.schedule(call.heads, products), 1 << params.cluster_log2
+    plan = kernels.schedule(call.heads, products)
     for entry, *sizes in kernels.cuda_launches(call, params, plan):
+        cluster = 1 << params.cluster_log2 if entry == plan.entry else 1
         fault = library.run_model(entry.encode(), ctypes.byref(params), *sizes, cluster)
         assert fault is None, f"{entry}: {fault.decode()}"
 

@@ -138,6 +138,23 @@ CLUSTERED = [
 ]
 
 
+PARTS = {
+    Case(1, 5, 400, splits=6, sink=True, pattern="edges"): 2,
+    Case(2, 40, 330, splits=8, sink=True, pattern="edges"): 4,  # more splits than tiles
+    Case(1, 16, 700, splits=32): 8,
+    Case(2, 70, 260, splits=6, queries=2, dense=True): 2,
+    Case(1, 33, 97, splits=4, pattern="nan"): 2,
+}
+
+
+@pytest.mark.parametrize("case", PARTS, ids=case_id)
+def test_clusters_leave_parts_on_the_model(compiled: Any, case: Case) -> None:
+    """More splits than the cluster has blocks: each cluster leaves a part."""
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    check_orders(compiled(case.width), case, inputs, want, (-1, 0, 5), PARTS[case])
+
+
 @pytest.mark.parametrize("case", CLUSTERED, ids=case_id)
 def test_clusters_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
     """Splits of a list that are a cluster. Under --full each block is slower than the others, too."""
@@ -177,6 +194,8 @@ CLUSTER_FAULTS = {
     "a part without rows keeps its maximum": ("        maxima[head] = most[r];\n", ""),
     "the last head is left out": ("const bool live = head < heads;", "const bool live = head < heads - 1;"),
     "a cluster's end of a list": ("split_up(tiles * (split + 1))", "split_up(tiles * split + 1)"),
+    "a block without rows leaves its cluster": ("if (w.blocks == 1 && no_part", "if (no_part"),
+    "every block has a part of its own": ("* parts + (split >> log2)", "* parts + split % parts"),
     "halves of a head overlap": ("unit % kParts * kPieces * 128", "unit % kParts * 128"),
 }  # fmt: skip
 
@@ -188,6 +207,8 @@ def test_faults_of_clusters_on_the_model(
     if fault != "nobody waits for the other blocks" and not selection(request.config).full:
         pytest.skip("not in the quick selection: --full compiles and runs it")
     cases = {
+        "a block without rows leaves its cluster": Case(1, 40, 70, splits=4),
+        "every block has a part of its own": Case(1, 5, 200, splits=4),
         "halves of a head overlap": Case(1, 9, 140, splits=4),
         "a part without rows keeps its maximum": Case(1, 40, 70, splits=4),
     }
@@ -195,8 +216,9 @@ def test_faults_of_clusters_on_the_model(
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
     library = compiled(case.width, CLUSTER_FAULTS[fault])
+    cluster = 2 if "leaves" in fault or "of its own" in fault else case.splits
     with pytest.raises(AssertionError, match=r"out|lse|threads wait|has ended"):
-        check_orders(library, case, inputs, want, (-1, 0, 4, 5), case.splits)
+        check_orders(library, case, inputs, want, (-1, 0, 4, 5), cluster)
 
 
 def test_rows_asked_for_on_the_model(compiled: Any) -> None:
@@ -239,11 +261,12 @@ def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: in
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
     OP.compare(case, run_model(compiled(352), case, inputs, whole=whole), want)
-    # Clusters of whole lists in front of those that join.
-    case = Case(4, heads, 140, splits=2, sink=True, pattern="edges")
-    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
-    got = run_model(compiled(352), case, inputs, whole=2, cluster=2)
-    OP.compare(case, got, OP.reference(case, inputs))
+    # Clusters of whole lists in front of those that join, all of a list or two parts.
+    for splits in (2, 4):
+        case = Case(4, heads, 140, splits=splits, sink=True, pattern="edges")
+        inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+        got = run_model(compiled(352), case, inputs, whole=2, cluster=2)
+        OP.compare(case, got, OP.reference(case, inputs))
 
 
 QUICK_FAULTS = (
@@ -473,9 +496,8 @@ def test_split_over_clusters() -> None:
     assert split_last_turn(128, 1, 32, h200) == (128, 1, 1)
     assert split_last_turn(64, 1, 32, h200) == (0, 2, 2)
     assert split_last_turn(32, 1, 32, h200) == (0, 4, 4)
-    assert split_last_turn(8, 1, 32, h200) == (0, 16, 16)
-    # One GPC less: clusters of four that would not all run at once.
-    assert split_last_turn(32, 1, 32, {1: 132, 2: 132, 4: 124, 8: 120}).splits != 4
+    # GPCs of other sizes: 32 clusters of four would not all run at once.
+    assert split_last_turn(32, 1, 32, {1: 132, 2: 132, 4: 124, 8: 120})[2] < 4
     # A list of millions: more parts than a cluster has.
     assert split_last_turn(1, 1, 3000, h200) == (0, 64, 1)
     for tokens in range(1, 300):
@@ -483,7 +505,7 @@ def test_split_over_clusters() -> None:
             for tiles in (1, 3, 32, 200):
                 whole, splits, cluster = split_last_turn(tokens, groups, tiles, h200)
                 assert (whole == tokens) == (splits == 1)
-                assert cluster in (1, splits)
+                assert splits % cluster == 0
                 assert whole * groups % cluster == 0
 
 

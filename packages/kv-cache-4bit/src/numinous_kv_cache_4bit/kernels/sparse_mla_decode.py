@@ -174,7 +174,9 @@ def traffic(
 MAX_SPLITS = 64
 START_TILES = 6  # what a block takes before and after its tiles: 11 µs of version 2 on an H200, in tiles of 1.8 µs (derived)
 PART_TILES = 3  # what writing and joining a part takes: 5 µs
-JOIN_TILES = 1  # what a cluster's join takes: 2 to 5 µs (derived)
+JOIN_TILES = (
+    1  # what a cluster's join takes, times the binary logarithm of its blocks: 2 to 7 µs (derived)
+)
 CLUSTERS = (2, 4, 8, 16)  # splits that are a cluster; 16 where a GPC has so many multiprocessors
 
 
@@ -189,8 +191,8 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
 
 
 class Split(NamedTuple):
-    """How lists lie over blocks: the first `whole` have one for each group of heads, the others `splits` each, which are a cluster that
-    joins them in shared memory where `cluster` is not 1, and else leave parts to a second kernel."""
+    """How lists lie over blocks: the first `whole` have one for each group of heads, the others `splits` each. Every `cluster` of these are
+    joined in shared memory; where that is not all of them, they leave parts to a second kernel."""
 
     whole: int
     splits: int
@@ -206,16 +208,18 @@ def split_last_turn(tokens: int, groups: int, tiles: int, places: Mapping[int, i
     """
     blocks = tokens * groups
 
-    def made(splits: int) -> tuple[int, Split]:
-        cluster = splits if splits in places else 1
-        join = 0 if splits == 1 else PART_TILES if cluster == 1 else JOIN_TILES
+    def made(splits: int, cluster: int) -> tuple[float, Split]:
+        join = JOIN_TILES * math.log2(cluster)
+        if splits > cluster:
+            join += PART_TILES if cluster == 1 else 1 + (PART_TILES - 1) / cluster
         whole = blocks // places[cluster] * places[cluster] // groups
         turns = -(-(tokens - whole) * groups * splits // places[cluster])
         full = -(-whole * groups // places[cluster])
         took = full * (tiles + START_TILES) + turns * (-(-tiles // splits) + START_TILES + join)
         return took, Split(whole, splits, cluster) if splits > 1 else Split(tokens, 1)
 
-    choices = map(made, range(1, max(1, min(tiles, MAX_SPLITS)) + 1))
+    most = max(1, min(tiles, MAX_SPLITS))
+    choices = [made(n, c) for n in range(1, most + 1) for c in places if n % c == 0]
     return min(choices, key=lambda one: one[0])[1]
 
 
@@ -645,8 +649,8 @@ class _Params(ctypes.Structure):
 
 def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, Any]:
     """Arguments of the kernels of csrc/sparse_mla_decode, and the parts that they name."""
-    left = call.tokens - split.whole if split.cluster == 1 else 0
-    parts = _parts(call, left, split.splits) if left else (None, None)
+    left, number = call.tokens - split.whole, split.splits // split.cluster
+    parts = _parts(call, left, number) if left and number > 1 else (None, None)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -671,7 +675,7 @@ def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, 
         call.heads,
         call.width,
         split.whole,
-        split.splits,
+        number,
         split.cluster.bit_length() - 1,
         int(call.index.dtype == torch.int64),
         call.sm_scale * math.log2(math.e) / held,
@@ -684,10 +688,10 @@ def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, 
 def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[str, int, int, int]]:
     """Kernels of a call in order: name, blocks, threads of a block, bytes of its dynamic shared memory."""
     rest = call.tokens - params.whole
-    lists = params.whole + rest * params.splits
+    lists = params.whole + rest * (params.splits << params.cluster_log2)
     blocks = lists * -(-call.heads // plan.heads)
     launches = [(plan.entry, blocks, plan.threads, plan.shared(call.row))]
-    if rest and not params.cluster_log2:
+    if rest and params.splits > 1:
         launches.append(("combine", rest * call.heads, join_threads(params.splits), 0))
     return launches
 
@@ -721,7 +725,7 @@ def _launch_cuda(call: _Call, debug: torch.Tensor | None = None, *, clusters: bo
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
                 (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine",
-                cluster=(split.cluster,) if split.cluster > 1 else None,
+                cluster=(split.cluster,) if split.cluster > 1 and entry == plan.entry else None,
             )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ struct Params {
   int64_t slots;
   int tokens, queries, heads, width;
   int whole, splits;  // the first tokens have one block for each group of heads, which writes the output; the others have `splits`
-  int cluster_log2;   // not 0: the splits of a list, 2 to this, are a cluster and write the output; Hopper only, see join.cuh
+  int cluster_log2;   // not 0: each of these splits is a cluster of blocks, 2 to this, which join it; one split is the output. Hopper only
   int wide_ids;
   float scale_log2;   // of scores of what tiles hold, times log2(e)
   float out_scale;    // from what tiles hold to values

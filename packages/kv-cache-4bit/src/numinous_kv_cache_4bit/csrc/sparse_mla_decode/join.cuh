@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A list that the blocks of a cluster share, joined in their shared memory: no parts in memory, no second kernel.
+// A list, or a part of one, that the blocks of a cluster share, joined in their shared memory: a whole list needs no parts in memory and no
+// second kernel, any other fewer parts.
 //
 // Contract of `join_cluster`. Each block has one part of the list and the same heads. Its consumers, kConsumers threads that have all done so, have written
 //   stage [heads][kStageStride]  fp32, what V's products add up to, in units of the tiles, under the block's own largest score and not
 //                                divided by any sum; latent value d of head h at [h][d], from whatever fragments the products left it in;
 //   tops [heads], sums [heads]   that largest score, and the sum of the weights; a part without rows has -inf, 0 and zeros,
 // none of it over what another thread of the block still reads. Each block then reads its share of heads from all of them, and writes
-// output and lse. No block ends before all have read.
+// output and lse, or those of the part. No block ends before all have read.
 
 #pragma once
 
@@ -20,16 +21,16 @@ namespace numinous {
 // first load, a table's id, which all of its start waits for.
 __device__ __forceinline__ Work clustered_work_of(const Params& p, int heads_of_block) {
   const int groups = (p.heads + heads_of_block - 1) / heads_of_block, block = blockIdx.x, whole = p.whole * groups;
-  const int splits = block < whole ? 1 : p.splits;
+  const int parts = block < whole ? 1 : p.splits, log2 = block < whole ? 0 : p.cluster_log2, splits = parts << log2;
   const auto divided = [](uint32_t a, int b) { return b == 1 ? a : a / uint32_t(b); };
-  const auto split_up = [&](uint32_t a) { return splits > 1 && p.cluster_log2 > 0 ? a >> p.cluster_log2 : divided(a, splits); };
+  const auto split_up = [&](uint32_t a) { return divided(a >> log2, parts); };
   const int before = block < whole ? 0 : whole, unit = before + int(split_up(block - before));
   const int split = block - before - (unit - before) * splits;
   Work w;
   w.token = int(divided(unit, groups));
   w.head = (unit - w.token * groups) * heads_of_block;
-  w.blocks = p.cluster_log2 > 0 ? splits : 1;
-  w.part = splits == w.blocks ? -1 : (w.token - p.whole) * splits + split;
+  w.blocks = 1 << log2;
+  w.part = parts == 1 ? -1 : (w.token - p.whole) * parts + (split >> log2);
   w.request = int(divided(w.token, p.queries));
   w.query = w.token - w.request * p.queries;
   w.length = p.lengths == nullptr ? p.width : visible(p.lengths[w.request], p.queries, w.query, p.width);
@@ -70,10 +71,14 @@ __device__ __forceinline__ void join_units(const Params& p, const Work& w, const
             out[k] = {out[k].x + by * v[a][k].x, out[k].y + by * v[a][k].y, out[k].z + by * v[a][k].z, out[k].w + by * v[a][k].w};
       }
     }
-    uint16_t* to = p.out + w.row_of(p, head) * kLatent + first;
+    const int64_t to = w.row_of(p, head) * kLatent + first;
 #pragma unroll
     for (int k = 0; k < kPieces; ++k)
-      *reinterpret_cast<uint2*>(to + 128 * k) = uint2{bf16_pair(out[k].x, out[k].y), bf16_pair(out[k].z, out[k].w)};
+      if (w.part < 0) {
+        *reinterpret_cast<uint2*>(p.out + to + 128 * k) = uint2{bf16_pair(out[k].x, out[k].y), bf16_pair(out[k].z, out[k].w)};
+      } else {
+        *reinterpret_cast<float4*>(p.part_out + to + 128 * k) = out[k];
+      }
   }
 }
 

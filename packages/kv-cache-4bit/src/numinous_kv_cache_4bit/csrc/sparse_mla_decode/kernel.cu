@@ -483,9 +483,9 @@ __device__ __forceinline__ void attend(const Params& p) {
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 32;
   const Work w = clustered_work_of(p, kHeads);
-  if (p.whole < p.tokens && p.cluster_log2 == 0) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  if (p.whole < p.tokens && p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (no_part(p, w, kHeads)) return;
+  if (w.blocks == 1 && no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int half = 0; half < 4; ++half) {
       barrier_init(full + 8 * half, 128);
