@@ -191,8 +191,8 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
 
 
 class Split(NamedTuple):
-    """How lists lie over blocks: the first `whole` have one for each group of heads, the others `splits` each. Every `cluster` of these are
-    joined in shared memory; where that is not all of them, they leave parts to a second kernel."""
+    """The first `whole` lists have a block for each group of heads, the others `splits`, of which every `cluster` are joined in shared memory;
+    where these are not all, they leave parts to a second kernel."""
 
     whole: int
     splits: int
@@ -201,11 +201,8 @@ class Split(NamedTuple):
 
 def split_last_turn(tokens: int, groups: int, tiles: int, places: Mapping[int, int]) -> Split:
     """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of the GPU and need no join, and
-    the splits of each of the others that take the fewest turns; the fewest of equals.
-
-    Args:
-        places: cluster -> blocks that the GPU runs at once in clusters of that many; [1] are its multiprocessors.
-    """
+    the splits of each of the others that take the fewest turns; the fewest of equals. `places`: blocks that the GPU runs at once, by
+    the size of their clusters; of size 1 as many as it has multiprocessors."""
     blocks = tokens * groups
 
     def made(splits: int, cluster: int) -> tuple[float, Split]:
@@ -236,8 +233,7 @@ def _processors(device: torch.device) -> int:
 
 @functools.cache
 def _places(plan: Schedule, row: RowFormat, device: torch.device) -> dict[int, int]:
-    """`places` of `split_last_turn` for the Hopper kernel. Blocks have a multiprocessor each, and a cluster lies in one GPC: where these have
-    16 or 18 multiprocessors, 132 hold 66 clusters of 2, but 32 of 4, 16 of 8 and 8 of 16."""
+    """`places` of `split_last_turn` for the Hopper kernel: a block has a multiprocessor, a cluster lies in one GPC, whose size is the chip's."""
     kernel = launch.load(PACKAGE, source_binary(row.width), entry=plan.entry)
     shared = plan.shared(row)
     at_once = {n: n * kernel.clusters_at_once(n, plan.threads, shared) for n in CLUSTERS}
@@ -696,31 +692,31 @@ def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[st
     return launches
 
 
-def _launch_cuda(call: _Call, debug: torch.Tensor | None = None, *, clusters: bool = True) -> None:
-    """`clusters` off: every split list by parts, as before there were clusters; for the bench of both, until it has been run."""
+def _split_of(call: _Call, plan: Schedule, clusters: bool) -> Split:
+    if call.splits == 1:
+        return Split(call.tokens, 1)
+    places = {1: _processors(call.q.device)}
+    if clusters:
+        places = _places(plan, call.row, call.q.device)
+    if call.splits is not None:
+        return Split(0, call.splits, call.splits if call.splits in places else 1)
+    groups, tiles = -(-call.heads // plan.heads), -(-call.width // TILE)
+    return split_last_turn(call.tokens, groups, tiles, places)
+
+
+def _launch_cuda(call: _Call, debug: Any = None, split: Split | None = None) -> None:
+    """`split` is for who compares them; left out, the call's or the best."""
     capability = torch.cuda.get_device_capability(call.q.device)
     products = MADE_FOR[capability]
     plan = schedule(call.heads, products)
-    groups = -(-call.heads // plan.heads)
-    tiles = -(-call.width // TILE)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
-        places = {1: _processors(call.q.device)}
-        if products == "wgmma" and clusters:
-            places = _places(plan, call.row, call.q.device)
-        if call.splits is None:
-            split = split_last_turn(call.tokens, groups, tiles, places)
-        elif call.splits == 1:
-            split = Split(call.tokens, 1)
-        else:
-            split = Split(0, call.splits, call.splits if call.splits in places else 1)
+        split = split or _split_of(call, plan, products == "wgmma")
         params, _parts_kept = cuda_params(call, split, debug)
+        compiled = tcgen05_binary if products == "tcgen05" else source_binary
         if products == "mma":
-            arch = launch.architectures(capability)[0]
-            binary = mma_binary(call.row.width, arch, debug=debug is not None)
-        else:
-            compiled = tcgen05_binary if products == "tcgen05" else source_binary
-            binary = compiled(call.row.width, debug=debug is not None)
+            compiled = functools.partial(mma_binary, arch=launch.architectures(capability)[0])
+        binary = compiled(call.row.width, debug=debug is not None)
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(

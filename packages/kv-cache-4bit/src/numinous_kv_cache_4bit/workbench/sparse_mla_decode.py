@@ -20,8 +20,10 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     Impl,
     _checked,
     _launch_cuda,
+    _split_of,
     reference,
     row_format_of,
+    schedule,
     sparse_mla_decode,
     traffic,
     triton_heads,
@@ -237,7 +239,7 @@ def _by_parts(case: Case, inputs: Tensors) -> Tensors:
         case.scale,
         case.splits or None,
     )
-    _launch_cuda(call, clusters=False)
+    _launch_cuda(call, split=_split_of(call, schedule(case.heads), False))
     return {"out": call.out, "lse": call.lse}
 
 
