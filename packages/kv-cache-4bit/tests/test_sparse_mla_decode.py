@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import runpy
 import sys
 from collections.abc import Iterable
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import kv4_block_model as block_model
@@ -24,6 +26,7 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     split_last_turn,
 )
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.bench.clocks import CpuClock
 from numinous_tooling.formats import join_steps, steps_of
 from numinous_tooling.numerics import dequantize_int8
 from numinous_tooling.testing.kernels import KernelTests
@@ -345,6 +348,44 @@ def test_debug_dump_on_the_model(
         pytest.skip("not in the quick selection: --full compiles and runs it")
     fault = FAULTS["a row of scales too far"]
     block_model.check_debug_script(compiled, "wgmma", fault, monkeypatch, capsys)
+
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks/splits_sparse_mla_decode.py"
+
+
+@pytest.mark.parametrize("fault", [None, "weights of another block"])
+def test_splits_script_on_the_model(
+    compiled: Any, fault: str | None, monkeypatch: Any, capsys: Any
+) -> None:
+    """It launches each split with each cluster, says which is the kernel's choice, and which output is wrong."""
+    script = runpy.run_path(str(SCRIPT))
+    library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
+
+    def launch(call: Any, debug: Any = None, split: Any = None) -> None:
+        params, _parts_kept = kernels.cuda_params(call, split)
+        block_model.run_call(library, call, params)
+
+    monkeypatch.setattr(kernels, "_launch_cuda", launch)
+    monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
+    right = script["measure"](CpuClock(), Case(2, 5, 200), torch.device("cpu"), 2)
+    said = capsys.readouterr().out.splitlines()
+    assert right == (fault is None)
+    lines = [line for line in said if "blocks" in line]
+    # 1, 2, 3 and 4 splits by parts, 2 and 4 in clusters of two, 4 in one of four.
+    assert len(lines) == (7 if fault is None else 4)
+    assert len(said) == 8
+    assert fault or [line[0] for line in lines].count("*") == 1
+
+
+def test_places_of_clusters(monkeypatch: Any) -> None:
+    """As many blocks as the GPU says that it runs, and no cluster of which it runs none."""
+    counts = {2: 66, 4: 31, 8: 15, 16: 0}
+    kernel = SimpleNamespace(clusters_at_once=lambda n, threads, shared: counts[n])
+    monkeypatch.setattr(kernels.launch, "load", lambda *_, **__: kernel)
+    row, device = kernels.row_format_of(352), torch.device("cpu")
+    kernels._places.cache_clear()
+    assert kernels._places(kernels.WIDE, row, device) == {1: 132, 2: 132, 4: 124, 8: 120}
+    kernels._places.cache_clear()
 
 
 # --- Addresses and numbers ------------------------------------------------------------------------------------------

@@ -101,8 +101,10 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
 }
 CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *c) {
   unsigned cluster = 0;
-  for (unsigned i = 0; i < c->numAttrs; i++)
-    if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) cluster = c->attrs[i].value.clusterDim.x;
+  for (unsigned i = 0; i < c->numAttrs; i++) {
+    if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return CUDA_ERROR_INVALID_VALUE;
+    cluster = c->attrs[i].value.clusterDim.x;
+  }
   NOTE("clusters of %u, %u %u shared %u\n", cluster, c->gridDimX, c->blockDimX, c->sharedMemBytes);
   if (cluster > 16) return (CUresult)912;
   *clusters = cluster ? 132 / cluster : -1;

@@ -336,6 +336,9 @@ class Kernel:
             self._allow_cluster(cluster)
             frame = _Frame(0)
             frame.configure((cluster,), block, shared, 0, False, (cluster,))
+            # The cluster alone: no document says that the query ignores what a launch ignores.
+            frame.config.attributes = addressof(frame.attributes) + sizeof(_Attribute)
+            frame.config.attribute_count = 1
             function = self._driver.handle("cuKernelGetFunction", self._handle)
             name, count = "cuOccupancyMaxActiveClusters", c_int()
             code = self._driver.code(name, byref(count), function, frame.reference)
