@@ -26,15 +26,16 @@ RUNNER = """
 static numinous::Params params;
 static void (*kernel)(const numinous::Params);
 static void once() {{ kernel(params); }}
-extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned blocks, unsigned threads, unsigned shared) {{
+extern "C" const char* run_model(const char* entry, const numinous::Params* p, unsigned blocks, unsigned threads, unsigned shared, unsigned cluster) {{
   static const struct {{ std::string name; void (*run)(const numinous::Params); }} entries[] = {{ {entries} }};
   kernel = nullptr;
   for (const auto& one : entries) if (one.name == entry) kernel = one.run;
   if (kernel == nullptr) return "no such kernel";
   params = *p;
-  for (unsigned i = 0; i < blocks; ++i) {{
+  if (blocks % cluster != 0) return "a part of a cluster";
+  for (unsigned i = 0; i < blocks; i += cluster) {{
     model::block_index = {{i, 0, 0}};
-    if (const char* fault = model::run_block(once, threads, shared)) return fault;
+    if (const char* fault = model::run_block(once, threads, shared, cluster)) return fault;
   }}
   return nullptr;
 }}
@@ -98,8 +99,9 @@ def run_model(
     inputs: Tensors,
     products: kernels.Products = "wgmma",
     whole: int | None = None,
+    cluster: int = 1,
 ) -> Tensors:
-    """What `_launch_cuda` does, on the model, with that many lists whole. Outputs and parts start as NaN."""
+    """What `_launch_cuda` does, on the model, with that many lists whole, in clusters of that many. Outputs and parts start as NaN."""
     table = [inputs.get(name) for name in ("index", "page_table", "lengths")]
     call = kernels._checked(
         inputs["q"], inputs["pool"], SM_SCALE, *table, inputs["sink"], case.scale, case.splits or 1
@@ -107,7 +109,7 @@ def run_model(
     assert call.splits
     if whole is None:
         whole = call.tokens if call.splits == 1 else 0
-    params, parts = kernels.cuda_params(call, whole, call.splits)
+    params, parts = kernels.cuda_params(call, kernels.Split(whole, call.splits, cluster))
     for tensor in (call.out, call.lse, *parts):
         if tensor is not None:
             tensor.fill_(torch.nan)
@@ -119,18 +121,21 @@ def run_call(library: Any, call: Any, params: Any, products: kernels.Products = 
     """The launches of a checked call."""
     plan = kernels.schedule(call.heads, products)
     for entry, *sizes in kernels.cuda_launches(call, params, plan):
-        fault = library.run_model(entry.encode(), ctypes.byref(params), *sizes)
+        cluster = 1 << params.cluster_log2 if entry == plan.entry else 1
+        fault = library.run_model(entry.encode(), ctypes.byref(params), *sizes, cluster)
         assert fault is None, f"{entry}: {fault.decode()}"
 
 
-def check_no_rows(library: Any, heads: int, splits: int, products: kernels.Products) -> None:
+def check_no_rows(
+    library: Any, heads: int, splits: int, products: kernels.Products, cluster: int = 1
+) -> None:
     """A query that names nothing gives zeros and -inf though its q is NaN or infinite; the other one is as ever."""
     case = Case(2, heads, 130, splits=splits)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     inputs["index"][1] = -1
     inputs["q"][1] = torch.nan
     inputs["q"][1, 0, 0] = torch.inf
-    got = run_model(library, case, inputs, products)
+    got = run_model(library, case, inputs, products, cluster=cluster)
     OP.compare(case, got, OP.reference(case, inputs))
 
 
@@ -157,7 +162,12 @@ def check_debug_script(
         library = build(352, define, *faults)
 
         def launch(call: Any, dump: torch.Tensor, library: Any = library) -> None:
-            run_call(library, call, kernels.cuda_params(call, call.tokens, 1, dump)[0], products)
+            run_call(
+                library,
+                call,
+                kernels.cuda_params(call, kernels.Split(call.tokens, 1), dump)[0],
+                products,
+            )
 
         monkeypatch.setattr(kernels, "_launch_cuda", launch)
         for heads in (64, 16):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A model of one block of sm_90a on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
+// A model of one block of sm_90a, or of a cluster of blocks, on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
 // thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
 // their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
 // Products are done when their group is waited for, after all others have run, or, eager, at once: what they read must stand still in between.
@@ -49,7 +49,7 @@ struct Block {
   std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<bool> done;
   ucontext_t scheduler;
-  unsigned current = 0, threads = 0;
+  unsigned current = 0, threads = 0, ended = 0;
   unsigned blocks = 1;  // of a cluster, all of whose threads are here, one block's behind the other's
   std::vector<uint8_t> memory;
   std::map<uint32_t, MBarrier> barriers;
@@ -111,13 +111,18 @@ struct ThreadIndex {
   struct { operator unsigned() const { return model::block.current % (model::block.threads / model::block.blocks); } } x;
 };
 inline ThreadIndex threadIdx;
-#define blockIdx model::block_index
+struct BlockIndex {  // of a cluster's first block, along x
+  struct { operator unsigned() const { return model::block_index.x + model::rank(); } } x;
+  struct { operator unsigned() const { return model::block_index.y; } } y;
+};
+inline BlockIndex blockIdx;
 
 inline float __uint_as_float(uint32_t bits) { float v; std::memcpy(&v, &bits, 4); return v; }
 inline uint32_t float_as_uint(float v) { uint32_t bits; std::memcpy(&bits, &v, 4); return bits; }
 inline float __shfl_xor_sync(unsigned, float value, int lanes) {
   return __uint_as_float(model::exchanged(float_as_uint(value), (model::block.current % 32) ^ lanes));
 }
+inline float __shfl_sync(unsigned, float value, int lane) { return __uint_as_float(model::exchanged(float_as_uint(value), lane % 32)); }
 inline int __any_sync(unsigned, bool value) {
   uint32_t any = value;
   for (int lanes = 1; lanes < 32; lanes *= 2) any |= model::exchanged(any, (model::block.current % 32) ^ lanes);
@@ -183,6 +188,33 @@ inline void barrier_arrive(uint32_t at) {
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   model::MBarrier& barrier = model::block.barriers.at(model::rank() << 24 | at);
   while (barrier.phase % 2 == parity) model::yield();
+}
+
+inline int cluster_rank() { return int(model::rank()); }
+// Threads that have ended are not waited for.
+inline void cluster_barrier() {
+  model::Named& barrier = model::block.named[-1];
+  const unsigned generation = barrier.generation;
+  ++barrier.arrived;
+  while (barrier.generation == generation) {
+    if (barrier.arrived + int(model::block.ended) < int(model::block.threads)) {
+      model::yield();
+      continue;
+    }
+    barrier.arrived = 0;
+    ++barrier.generation;
+    model::progress();
+  }
+}
+inline void cluster_leave() { cluster_barrier(); }
+inline const float* in_block(const float* p, int rank) {
+  if (rank < 0 || rank >= int(model::block.blocks)) model::fail("no such block of the cluster");
+  const unsigned threads = model::block.threads / model::block.blocks;
+  bool alive = false;
+  for (unsigned i = 0; i < threads && !alive; ++i) alive = !model::block.done[threads * rank + i];
+  if (!alive) model::fail("memory of a block that has ended");
+  const auto size = std::ptrdiff_t(model::block.memory.size() / model::block.blocks);
+  return p + (rank - int(model::rank())) * size / std::ptrdiff_t(sizeof(float));
 }
 
 inline float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
@@ -288,6 +320,7 @@ inline void start() {
   body();
   if (block.products[block.current].size() != 1 || !block.products[block.current].back().empty()) fail("products that nobody waits for");
   block.done[block.current] = true;
+  ++block.ended;
   progress();
   while (true) yield();
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import runpy
 import sys
 from collections.abc import Iterable
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import kv4_block_model as block_model
@@ -24,6 +26,7 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     split_last_turn,
 )
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.bench.clocks import CpuClock
 from numinous_tooling.formats import join_steps, steps_of
 from numinous_tooling.numerics import dequantize_int8
 from numinous_tooling.testing.kernels import KernelTests
@@ -73,12 +76,14 @@ MODELLED = [
 ]
 
 
-def check_orders(library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int]) -> None:
-    """Right with each of these warpgroups slower than the others; -1: none."""
+def check_orders(
+    library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int], cluster: int = 1
+) -> None:
+    """Right with each of these warpgroups slower than the others, of all blocks of a cluster; -1: none."""
     try:
         for group in slow:
             library.be_slow(group)
-            OP.compare(case, run_model(library, case, inputs), want)
+            OP.compare(case, run_model(library, case, inputs, cluster=cluster), want)
     finally:
         library.be_slow(-1)
 
@@ -100,10 +105,123 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 1), (4, 4)])
+def test_no_rows_under_any_q_on_the_model(
+    compiled: Any, heads: int, splits: int, cluster: int
+) -> None:
     """Rows that a batch is padded with hold anything in q, NaN and infinity too."""
-    check_no_rows(compiled(352), heads, splits, "wgmma")
+    check_no_rows(compiled(352), heads, splits, "wgmma", cluster)
+
+
+# Every width with every number of splits, of tiles full, short and none; a head alone, units of a head, a half and a quarter, two blocks.
+CLUSTERED = [
+    Case(1, 5, 400, splits=2, sink=True, pattern="edges"),
+    Case(1, 1, 70, splits=4),
+    Case(
+        2, 16, 70, splits=8, sink=True, pattern="edges"
+    ),  # more splits than tiles, a list that names nothing
+    Case(1, 20, 200, splits=2, pattern="sparse"),
+    Case(1, 32, 330, splits=4),
+    Case(1, 33, 330, splits=2, sink=True, pattern="edges"),
+    Case(1, 40, 600, splits=8, scale=4.0),
+    Case(1, 64, 40, splits=2),  # one tile
+    Case(1, 12, 97, splits=2, pattern="nan"),
+    Case(2, 70, 140, splits=4, pattern="edges", ids="int64", layout="sliced"),
+    Case(2, 16, 260, splits=2, queries=2, dense=True, sink=True),
+    Case(1, 9, 500, splits=16, pattern="edges"),
+    Case(1, 40, 200, splits=16, sink=True),
+    *(
+        Case(1, heads, 330, width, splits=splits, sink=True, pattern="edges")
+        for width in (288, 656, 528)
+        for heads in (7, 30, 64)
+        for splits in (2, 4, 8)
+    ),
+    Case(3, 40, 200, 656, splits=4, queries=3, dense=True, layout="sliced"),
+    Case(2, 128, 130, 528, splits=2, pattern="nan"),
+]
+
+
+PARTS = {
+    Case(1, 5, 400, splits=6, sink=True, pattern="edges"): 2,
+    Case(2, 40, 330, splits=8, sink=True, pattern="edges"): 4,  # more splits than tiles
+    Case(1, 16, 700, splits=32): 8,
+    Case(2, 70, 260, splits=6, queries=2, dense=True): 2,
+    Case(1, 33, 97, splits=4, pattern="nan"): 2,
+}
+
+
+@pytest.mark.parametrize("case", PARTS, ids=case_id)
+def test_clusters_leave_parts_on_the_model(compiled: Any, case: Case) -> None:
+    """More splits than the cluster has blocks: each cluster leaves a part."""
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    check_orders(compiled(case.width), case, inputs, want, (-1, 0, 5), PARTS[case])
+
+
+@pytest.mark.parametrize("case", CLUSTERED, ids=case_id)
+def test_clusters_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
+    """Splits of a list that are a cluster. Under --full each block is slower than the others, too."""
+    full = selection(request.config).full
+    if case.width != 352 and not full:
+        pytest.skip("not in the quick selection: --full compiles and runs other rows")
+    library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
+    groups = range(-1, 4 * case.splits) if full and case.splits <= 4 else (-1, 0, 5)
+    check_orders(library, case, inputs, OP.reference(case, inputs), groups, case.splits)
+
+
+def test_clusters_write_the_same_bits_on_the_model(compiled: Any) -> None:
+    """Whoever is slower; and what parts in memory are joined to within a rounding."""
+    library, case = compiled(352), Case(1, 40, 330, splits=4, sink=True, pattern="edges")
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    parts = run_model(library, case, inputs)
+    made = run_model(library, case, inputs, cluster=4)
+    library.be_slow(9)
+    try:
+        again = run_model(library, case, inputs, cluster=4)
+    finally:
+        library.be_slow(-1)
+    for name in ("out", "lse"):
+        assert torch.equal(made[name], again[name])
+        torch.testing.assert_close(made[name], parts[name], rtol=2**-7, atol=1e-6)
+
+
+CLUSTER_FAULTS = {
+    "nobody waits for the other blocks": ("  cluster_barrier();\n", "  named_barrier(1, kConsumers);\n"),
+    "a block ends before all have read": ("  cluster_leave();\n", ""),
+    "every block is read from the first": ("in_block(own, (rank + i + a) & (blocks - 1))", "in_block(own, 0)"),
+    "weights of another block": ("turn * blocks + (rank + i + a & (blocks - 1))", "turn * blocks + i + a"),
+    "weights of another head": ("__shfl_sync(~0u, weight, turn * blocks", "__shfl_sync(~0u, weight, 0 * blocks"),
+    "blocks are not weighed": ("float weight = exp2_fast(top * p.scale_log2 - exponent_of(p, most))", "float weight = 1.0f"),
+    "sums are not added": ("total += __shfl_xor_sync(~0u, total, lanes)", "total += 0.0f"),
+    "the stage is divided already": ("      factor[r] = 1.0f;", "      factor[r] = p.out_scale / total;"),
+    "a part without rows keeps its maximum": ("        maxima[head] = most[r];\n", ""),
+    "the last head is left out": ("const bool live = head < heads;", "const bool live = head < heads - 1;"),
+    "a cluster's end of a list": ("split_up(tiles * (split + 1))", "split_up(tiles * split + 1)"),
+    "a block without rows leaves its cluster": ("if (w.blocks == 1 && no_part", "if (no_part"),
+    "every block has a part of its own": ("* parts + (split >> log2)", "* parts + split % parts"),
+    "halves of a head overlap": ("unit % kParts * kPieces * 128", "unit % kParts * 128"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
+def test_faults_of_clusters_on_the_model(
+    compiled: Any, fault: str, request: pytest.FixtureRequest
+) -> None:
+    if fault != "nobody waits for the other blocks" and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    cases = {
+        "a block without rows leaves its cluster": Case(1, 40, 70, splits=4),
+        "every block has a part of its own": Case(1, 5, 200, splits=4),
+        "halves of a head overlap": Case(1, 9, 140, splits=4),
+        "a part without rows keeps its maximum": Case(1, 40, 70, splits=4),
+    }
+    case = cases.get(fault, Case(1, 40, 200, splits=2, sink=True))
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    library = compiled(case.width, CLUSTER_FAULTS[fault])
+    cluster = 2 if "leaves" in fault or "of its own" in fault else case.splits
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|has ended"):
+        check_orders(library, case, inputs, want, (-1, 0, 4, 5), cluster)
 
 
 def test_rows_asked_for_on_the_model(compiled: Any) -> None:
@@ -144,8 +262,14 @@ def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: in
     """The first tokens' blocks write the output, the others' parts; 70 heads are two blocks of a list."""
     case = Case(3, heads, 140, splits=2, sink=True, pattern="edges")
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
-    got = run_model(compiled(352), case, inputs, whole=whole)
-    OP.compare(case, got, OP.reference(case, inputs))
+    want = OP.reference(case, inputs)
+    OP.compare(case, run_model(compiled(352), case, inputs, whole=whole), want)
+    # Clusters of whole lists in front of those that join, all of a list or two parts.
+    for splits in (2, 4):
+        case = Case(4, heads, 140, splits=splits, sink=True, pattern="edges")
+        inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+        got = run_model(compiled(352), case, inputs, whole=2, cluster=2)
+        OP.compare(case, got, OP.reference(case, inputs))
 
 
 QUICK_FAULTS = (
@@ -193,7 +317,7 @@ FAULTS = {
     "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
     "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
     "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
-    "the last split ends early": ("return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));", "return tiles / splits * split;"),
+    "the last split ends early": ("w.end = int(split_up(tiles * (split + 1)))", "w.end = int(split_up(tiles) * (split + 1))"),
 }  # fmt: skip
 
 
@@ -224,6 +348,44 @@ def test_debug_dump_on_the_model(
         pytest.skip("not in the quick selection: --full compiles and runs it")
     fault = FAULTS["a row of scales too far"]
     block_model.check_debug_script(compiled, "wgmma", fault, monkeypatch, capsys)
+
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks/splits_sparse_mla_decode.py"
+
+
+@pytest.mark.parametrize("fault", [None, "weights of another block"])
+def test_splits_script_on_the_model(
+    compiled: Any, fault: str | None, monkeypatch: Any, capsys: Any
+) -> None:
+    """It launches each split with each cluster, says which is the kernel's choice, and which output is wrong."""
+    script = runpy.run_path(str(SCRIPT))
+    library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
+
+    def launch(call: Any, debug: Any = None, split: Any = None) -> None:
+        params, _parts_kept = kernels.cuda_params(call, split)
+        block_model.run_call(library, call, params)
+
+    monkeypatch.setattr(kernels, "_launch_cuda", launch)
+    monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
+    right = script["measure"](CpuClock(), Case(2, 5, 200), torch.device("cpu"), 2)
+    said = capsys.readouterr().out.splitlines()
+    assert right == (fault is None)
+    lines = [line for line in said if "blocks" in line]
+    # 1, 2, 3 and 4 splits by parts, 2 and 4 in clusters of two, 4 in one of four.
+    assert len(lines) == (7 if fault is None else 4)
+    assert len(said) == 8
+    assert fault or [line[0] for line in lines].count("*") == 1
+
+
+def test_places_of_clusters(monkeypatch: Any) -> None:
+    """As many blocks as the GPU says that it runs, and no cluster of which it runs none."""
+    counts = {2: 66, 4: 31, 8: 15, 16: 0}
+    kernel = SimpleNamespace(clusters_at_once=lambda n, threads, shared: counts[n])
+    monkeypatch.setattr(kernels.launch, "load", lambda *_, **__: kernel)
+    row, device = kernels.row_format_of(352), torch.device("cpu")
+    kernels._places.cache_clear()
+    assert kernels._places(kernels.WIDE, row, device) == {1: 132, 2: 132, 4: 124, 8: 120}
+    kernels._places.cache_clear()
 
 
 # --- Addresses and numbers ------------------------------------------------------------------------------------------
@@ -351,18 +513,41 @@ def test_choose_splits() -> None:
 
 def test_split_last_turn() -> None:
     """What fills turns of 132 is whole; of the rest a split where it ends sooner."""
-    assert split_last_turn(128, 1, 32, 132) == (128, 1)
-    assert split_last_turn(132, 1, 32, 132) == (132, 1)
-    assert split_last_turn(140, 1, 32, 132) == (132, choose_splits(8, 32, 132))
-    assert split_last_turn(64, 1, 32, 132) == (0, 2)
-    assert split_last_turn(128, 2, 32, 132) == (128, 1)
-    assert split_last_turn(67, 2, 32, 132) == (66, choose_splits(2, 32, 132))
+    parts = {1: 132}
+    assert split_last_turn(128, 1, 32, parts) == (128, 1, 1)
+    assert split_last_turn(132, 1, 32, parts) == (132, 1, 1)
+    assert split_last_turn(140, 1, 32, parts) == (132, choose_splits(8, 32, 132), 1)
+    assert split_last_turn(64, 1, 32, parts) == (0, 2, 1)
+    assert split_last_turn(128, 2, 32, parts) == (128, 1, 1)
+    assert split_last_turn(67, 2, 32, parts) == (66, choose_splits(2, 32, 132), 1)
     for tokens in range(1, 300):
         for groups in (1, 2, 4):
-            whole, splits = split_last_turn(tokens, groups, 32, 132)
+            whole, splits, cluster = split_last_turn(tokens, groups, 32, parts)
             assert 0 <= whole <= tokens
+            assert cluster == 1
             assert (whole == tokens) == (splits == 1)
             assert whole == tokens or whole * groups > (tokens * groups // 132 - 1) * 132
+            if whole < tokens:
+                assert splits == choose_splits((tokens - whole) * groups, 32, 132)
+
+
+def test_split_over_clusters() -> None:
+    """With 132 multiprocessors in GPCs of 16 and 18: as many blocks as clusters have room for, whole lists in whole clusters."""
+    h200 = {1: 132, 2: 132, 4: 128, 8: 128, 16: 128}
+    assert split_last_turn(128, 1, 32, h200) == (128, 1, 1)
+    assert split_last_turn(64, 1, 32, h200) == (0, 2, 2)
+    assert split_last_turn(32, 1, 32, h200) == (0, 4, 4)
+    # GPCs of other sizes: 32 clusters of four would not all run at once.
+    assert split_last_turn(32, 1, 32, {1: 132, 2: 132, 4: 124, 8: 120})[2] < 4
+    # A list of millions: more parts than a cluster has.
+    assert split_last_turn(1, 1, 3000, h200) == (0, 64, 1)
+    for tokens in range(1, 300):
+        for groups in (1, 2):
+            for tiles in (1, 3, 32, 200):
+                whole, splits, cluster = split_last_turn(tokens, groups, tiles, h200)
+                assert (whole == tokens) == (splits == 1)
+                assert splits % cluster == 0
+                assert whole * groups % cluster == 0
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------
@@ -468,7 +653,7 @@ def test_splits_agree(heads: int, gpu: torch.device) -> None:
     case = Case(2, heads, 2048)
     inputs = OP.make_inputs(case, 0, gpu)
     want = OP.reference(case, inputs)
-    for splits in (1, 2, 3, 8, 31, 32, 33, 64):
+    for splits in (1, 2, 3, 4, 8, 16, 31, 32, 33, 64):
         first, again = (
             sparse_mla_decode(
                 inputs["q"],

@@ -11,7 +11,8 @@
             s sees the first length - (s - 1 - j) tokens. A query without rows gives zeros and lse -inf. Slots that nobody names are not
             read, so NaN in them spreads nowhere; NaN in a named row makes NaN.
 *Scale*     `latent_scale`, a power of two, is what `kv4_write` was given as global scale: it multiplies the latent part of q and the output.
-*Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2.
+*Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2; on Hopper 2, 4, 8
+            or 16 of them are a cluster of blocks and join them in shared memory.
 *Bytes*     a query reads k × width, and its q and out; FLOPs 2 · heads · k · (512 + rope + 512). At k 2048 and 4.25 TB/s a query's rows take
             0.17 µs (352) or 0.32 µs (656); its FLOPs at 790 TFLOP/s take 0.36 µs with 64 heads, 0.09 with 16.
 *Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
@@ -24,7 +25,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -171,6 +174,10 @@ def traffic(
 MAX_SPLITS = 64
 START_TILES = 6  # what a block takes before and after its tiles: 11 µs of version 2 on an H200, in tiles of 1.8 µs (derived)
 PART_TILES = 3  # what writing and joining a part takes: 5 µs
+JOIN_TILES = (
+    1  # what a cluster's join takes, times the binary logarithm of its blocks: 2 to 7 µs (derived)
+)
+CLUSTERS = (2, 4, 8, 16)  # splits that are a cluster; 16 where a GPC has so many multiprocessors
 
 
 def choose_splits(blocks: int, tiles: int, processors: int) -> int:
@@ -183,12 +190,34 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
-def split_last_turn(tokens: int, groups: int, tiles: int, processors: int) -> tuple[int, int]:
-    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of all processors and need
-    no join, and the splits of each of the others."""
-    whole = tokens * groups // processors * processors // groups
-    splits = choose_splits((tokens - whole) * groups, tiles, processors)
-    return (whole, splits) if splits > 1 else (tokens, 1)
+class Split(NamedTuple):
+    """The first `whole` lists have a block for each group of heads, the others `splits`, of which every `cluster` are joined in shared memory;
+    where these are not all, they leave parts to a second kernel."""
+
+    whole: int
+    splits: int
+    cluster: int = 1
+
+
+def split_last_turn(tokens: int, groups: int, tiles: int, places: Mapping[int, int]) -> Split:
+    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of the GPU and need no join, and
+    the splits of each of the others that take the fewest turns; the fewest of equals. `places`: blocks that the GPU runs at once, by
+    the size of their clusters; of size 1 as many as it has multiprocessors."""
+    blocks = tokens * groups
+
+    def made(splits: int, cluster: int) -> tuple[float, Split]:
+        join = JOIN_TILES * math.log2(cluster)
+        if splits > cluster:
+            join += PART_TILES if cluster == 1 else 1 + (PART_TILES - 1) / cluster
+        whole = blocks // places[cluster] * places[cluster] // groups
+        turns = -(-(tokens - whole) * groups * splits // places[cluster])
+        full = -(-whole * groups // places[cluster])
+        took = full * (tiles + START_TILES) + turns * (-(-tiles // splits) + START_TILES + join)
+        return took, Split(whole, splits, cluster) if splits > 1 else Split(tokens, 1)
+
+    most = max(1, min(tiles, MAX_SPLITS))
+    choices = [made(n, c) for n in range(1, most + 1) for c in places if n % c == 0]
+    return min(choices, key=lambda one: one[0])[1]
 
 
 def join_threads(splits: int) -> int:
@@ -200,6 +229,15 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _places(plan: Schedule, row: RowFormat, device: torch.device) -> dict[int, int]:
+    """`places` of `split_last_turn` for the Hopper kernel: a block has a multiprocessor, a cluster lies in one GPC, whose size is the chip's."""
+    kernel = launch.load(PACKAGE, source_binary(row.width), entry=plan.entry)
+    shared = plan.shared(row)
+    at_once = {n: n * kernel.clusters_at_once(n, plan.threads, shared) for n in CLUSTERS}
+    return {1: _processors(device), **{n: blocks for n, blocks in at_once.items() if blocks}}
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
@@ -509,8 +547,8 @@ def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
         entries=["wide", "narrow_32", "narrow_16", "combine"],
         archs=("sm90",),
         defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        # Loads past L1, asynchronous products, registers handed over.
-        required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
+        # Loads past L1, asynchronous products, registers handed over, barriers of a cluster.
+        required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2", "UCGABAR_ARV")},
         quick=width == KV4.width,
     )
 
@@ -598,15 +636,17 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "lse", "part_out", "part_lse", "debug")),
         *((name, ctypes.c_int64) for name in ("q_request_stride", "q_query_stride", "q_head_stride")),
         *((name, ctypes.c_int64) for name in ("pool_stride", "index_stride", "slots")),
-        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits", "wide_ids")),
+        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits")),
+        *((name, ctypes.c_int) for name in ("cluster_log2", "wide_ids")),
         *((name, ctypes.c_float) for name in ("scale_log2", "out_scale")),
         ("q_factor", ctypes.c_uint32),
     )  # fmt: skip
 
 
-def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tuple[_Params, Any]:
+def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, Any]:
     """Arguments of the kernels of csrc/sparse_mla_decode, and the parts that they name."""
-    parts = _parts(call, call.tokens - whole, splits) if whole < call.tokens else (None, None)
+    left, number = call.tokens - split.whole, split.splits // split.cluster
+    parts = _parts(call, left, number) if left and number > 1 else (None, None)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -630,8 +670,9 @@ def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tupl
         call.queries,
         call.heads,
         call.width,
-        whole,
-        splits,
+        split.whole,
+        number,
+        split.cluster.bit_length() - 1,
         int(call.index.dtype == torch.int64),
         call.sm_scale * math.log2(math.e) / held,
         call.latent_scale / held,
@@ -643,38 +684,45 @@ def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tupl
 def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[str, int, int, int]]:
     """Kernels of a call in order: name, blocks, threads of a block, bytes of its dynamic shared memory."""
     rest = call.tokens - params.whole
-    lists = params.whole + rest * params.splits
+    lists = params.whole + rest * (params.splits << params.cluster_log2)
     blocks = lists * -(-call.heads // plan.heads)
     launches = [(plan.entry, blocks, plan.threads, plan.shared(call.row))]
-    if rest:
+    if rest and params.splits > 1:
         launches.append(("combine", rest * call.heads, join_threads(params.splits), 0))
     return launches
 
 
-def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
+def _split_of(call: _Call, plan: Schedule, clusters: bool) -> Split:
+    if call.splits == 1:
+        return Split(call.tokens, 1)
+    places = {1: _processors(call.q.device)}
+    if clusters:
+        places = _places(plan, call.row, call.q.device)
+    if call.splits is not None:
+        return Split(0, call.splits, call.splits if call.splits in places else 1)
+    groups, tiles = -(-call.heads // plan.heads), -(-call.width // TILE)
+    return split_last_turn(call.tokens, groups, tiles, places)
+
+
+def _launch_cuda(call: _Call, debug: Any = None, split: Split | None = None) -> None:
+    """`split` is for who compares them; left out, the call's or the best."""
     capability = torch.cuda.get_device_capability(call.q.device)
     products = MADE_FOR[capability]
     plan = schedule(call.heads, products)
-    groups = -(-call.heads // plan.heads)
-    tiles = -(-call.width // TILE)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
-        if call.splits is None:
-            whole, splits = split_last_turn(call.tokens, groups, tiles, _processors(call.q.device))
-        else:
-            whole, splits = (call.tokens if call.splits == 1 else 0), call.splits
-        params, _parts_kept = cuda_params(call, whole, splits, debug)
+        split = split or _split_of(call, plan, products == "wgmma")
+        params, _parts_kept = cuda_params(call, split, debug)
+        compiled = tcgen05_binary if products == "tcgen05" else source_binary
         if products == "mma":
-            arch = launch.architectures(capability)[0]
-            binary = mma_binary(call.row.width, arch, debug=debug is not None)
-        else:
-            compiled = tcgen05_binary if products == "tcgen05" else source_binary
-            binary = compiled(call.row.width, debug=debug is not None)
+            compiled = functools.partial(mma_binary, arch=launch.architectures(capability)[0])
+        binary = compiled(call.row.width, debug=debug is not None)
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
-                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine"
-            )
+                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine",
+                cluster=(split.cluster,) if split.cluster > 1 and entry == plan.entry else None,
+            )  # fmt: skip
 
 
 # --- Public function ------------------------------------------------------------------------------------------------

@@ -18,8 +18,12 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     BLOCK_N,
     PAGE,
     Impl,
+    _checked,
+    _launch_cuda,
+    _split_of,
     reference,
     row_format_of,
+    schedule,
     sparse_mla_decode,
     traffic,
     triton_heads,
@@ -220,6 +224,23 @@ def _ours(impl: Impl) -> Any:
         return made._asdict()
 
     return run
+
+
+def _by_parts(case: Case, inputs: Tensors) -> Tensors:
+    """The CUDA version with all splits joined by a second kernel: beside clusters in one run, until the verdict is in."""
+    call = _checked(
+        inputs["q"],
+        inputs["pool"],
+        SM_SCALE,
+        inputs.get("index"),
+        inputs.get("page_table"),
+        inputs.get("lengths"),
+        inputs["sink"],
+        case.scale,
+        case.splits or None,
+    )
+    _launch_cuda(call, split=_split_of(call, schedule(case.heads), False))
+    return {"out": call.out, "lse": call.lse}
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------
@@ -427,6 +448,11 @@ OP = Op(
     ),
     implementations={
         "cuda": Implementation(run=_ours("cuda"), archs=("sm90", "sm100", "sm103", "sm120")),
+        "cuda-parts": Implementation(
+            run=_by_parts,
+            archs=("sm90",),
+            refuses=lambda case: "nothing to launch" if not case.requests else None,
+        ),
         "triton": Implementation(
             run=_ours("triton"),
             interpret=True,

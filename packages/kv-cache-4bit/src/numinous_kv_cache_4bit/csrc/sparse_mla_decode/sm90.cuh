@@ -123,6 +123,30 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 // What ordinary stores wrote to shared memory, WGMMA reads.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- Blocks of a cluster ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+// Of all threads of all blocks, but of those that have ended; what one wrote before, all can read.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same for threads that have only read: without the release, which waits for what they stored to memory.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// What lies where `p` points to, in block `rank`.
+__device__ __forceinline__ const float* in_block(const float* p, int rank) {
+  const float* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+  return there;
+}
+
+// --- Registers ----------------------------------------------------------------------------------------------------------------
+
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
