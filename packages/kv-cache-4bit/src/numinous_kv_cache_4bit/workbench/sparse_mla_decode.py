@@ -427,6 +427,13 @@ OP = Op(
     ),
     implementations={
         "cuda": Implementation(run=_ours("cuda"), archs=("sm90", "sm100", "sm103", "sm120")),
+        "packed": Implementation(
+            run=_ours("packed"),
+            archs=("sm90",),
+            refuses=lambda case: (
+                "made for 4-bit rows" if row_format_of(case.width).stock else None
+            ),
+        ),
         "triton": Implementation(
             run=_ours("triton"),
             interpret=True,
