@@ -157,14 +157,11 @@ __device__ __forceinline__ void load_q_packed(const Params& p, const Work& w, ui
 
 // Head of column `c` of a thread's fragments [64, heads].
 __device__ __forceinline__ int head_of(int thread, int c) { return fragment_column(thread, c / 2 * 4 + c % 2); }
-// Column of register `i`.
-__device__ __forceinline__ int column_of(int i) { return i / 4 * 2 + i % 2; }
 
 // Output or part of the block: `o` [latent of 64 × 4, heads] times a factor of each head. A thread has eight values side by side of a head.
 template <int kHeads>
-__device__ __forceinline__ void write_output(const Params& p, const Work& w, const float (&o)[4][kHeads / 2], const float* factors,
-                                             int thread, int group) {
-  const int dim = 256 * group + 64 * (thread / 32) + 8 * (thread % 32 / 4);
+__device__ __forceinline__ void write_output(const Params& p, const Work& w, const float (&o)[4][kHeads / 2], const float* factors) {
+  const int thread = threadIdx.x % 128, dim = threadIdx.x / 32 * 64 + threadIdx.x % 32 / 4 * 8;
 #pragma unroll
   for (int c = 0; c < kHeads / 4; ++c) {
     const int head = head_of(thread, c), i = c / 2 * 4 + c % 2;
@@ -372,18 +369,21 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
       const Turn before = Turn::of<S>(turn - 2);
       barrier_wait(empty + 8 * before.stage, before.parity);
     }
-    float weights[kRegisters];
-    const auto weigh = [&]() {
-      float by[kColumns];
+    uint32_t weights[kColumns];  // of rows g and g + 8, as bf16
+    float added[kColumns];       // and their sum
+    const auto weigh = [&]() {   // all of the thread's together
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) by[c] = exponents[head_of(thread, c)];
-      float all = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kRegisters; ++i) {
-        weights[i] = exp2_fast(s[i] * p.scale_log2 - by[column_of(i)]);
-        all += weights[i];
+      for (int c = 0; c < kColumns; ++c) {
+        const int i = c / 2 * 4 + c % 2;
+        const float by = exponents[head_of(thread, c)];
+        const float first = exp2_fast(s[i] * p.scale_log2 - by), second = exp2_fast(s[i + 2] * p.scale_log2 - by);
+        weights[c] = bf16_pair(first, second);
+        added[c] = first + second;
       }
-      return all;
+      float all[2] = {added[0], added[1]};
+#pragma unroll
+      for (int c = 2; c < kColumns; ++c) all[c % 2] += added[c];
+      return all[0] + all[1];
     };
     const bool raise = named_barrier_any(kOneWarpgroup + group, 128, !(weigh() <= kMostWeight));  // NaN asks for it, too
     if (raise) {
@@ -416,15 +416,14 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     }
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int i = c / 2 * 4 + c % 2;
-      sum[c] += weights[i] + weights[i + 2];
+      sum[c] += added[c];
       // Rows g and g + 8 of the warp's 16 are inner values 2g and 2g + 1.
-      store_shared(base + S::kP + buffer * S::kPBytes + swizzled(kHeads, head_of(thread, c), 16 * warp + 2 * g),
-                   bf16_pair(weights[i], weights[i + 2]));
+      store_shared(base + S::kP + buffer * S::kPBytes + swizzled(kHeads, head_of(thread, c), 16 * warp + 2 * g), weights[c]);
     }
-    if (thread == 0) changed[buffer] = raise;
-    NUMINOUS_DUMP(turn == 0, for (int i = 0; i < kRegisters; ++i)
-                                 p.debug[kDebugP + fragment_column(thread, i) * kTile + fragment_row(thread, i)] = weights[i])
+    if (lane == 0) changed[buffer] = raise;
+    NUMINOUS_DUMP(turn == 0, for (int c = 0; c < kColumns; ++c) for (int half = 0; half < 2; ++half)
+                                 p.debug[kDebugP + head_of(thread, c) * kTile + 16 * warp + g + 8 * half] =
+                                     bf16_value(uint16_t(weights[c] >> (16 * half))))
     fence_for_wgmma();
     __syncwarp();
     if (lane == 0) barrier_arrive(weighed + 8 * buffer);
@@ -443,7 +442,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) sum[c] += __shfl_xor_sync(~0u, sum[c], lanes);
-    if (g == 0) stat[(4 * group + warp) * kHeads + head_of(thread, c)] = sum[c];
+    if (g == 0) stat[threadIdx.x / 32 * kHeads + head_of(thread, c)] = sum[c];
   }
   named_barrier(kAllConsumers, kConsumers);
   if (threadIdx.x < kHeads) {
@@ -453,7 +452,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     exponents[thread] = finish(p, w, thread, most[thread], total, true);
   }
   named_barrier(kAllConsumers, kConsumers);
-  write_output<kHeads>(p, w, o, exponents, thread, group);
+  write_output<kHeads>(p, w, o, exponents);
 }
 
 // --- Kernels ------------------------------------------------------------------------------------------------------------------
