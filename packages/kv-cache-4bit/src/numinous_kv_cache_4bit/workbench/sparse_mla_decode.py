@@ -430,9 +430,7 @@ OP = Op(
         "packed": Implementation(
             run=_ours("packed"),
             archs=("sm90",),
-            refuses=lambda case: (
-                "made for 4-bit rows" if row_format_of(case.width).stock else None
-            ),
+            refuses=lambda case: "made for 4-bit rows" if row_format_of(case.width).stock else None,
         ),
         "triton": Implementation(
             run=_ours("triton"),
