@@ -37,6 +37,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x, y, z; };
 
 using std::fabs;
+using std::max;
 using std::min;
 
 namespace model {
@@ -287,6 +288,7 @@ template <class T> T from_shared(uint32_t from) {
 inline uint32_t word_at(uint32_t at) { return from_shared<uint32_t>(at); }
 inline uint2 words_at(uint32_t at) { return from_shared<uint2>(at); }
 inline const uint8_t* settled(const uint8_t* p) { return p; }
+inline int again(int v) { return v; }
 template <class T> void store_shared(uint32_t to, T v) { std::memcpy(model::at(to, sizeof v), &v, sizeof v); }
 
 // Element (outer, inner) of an operand of 16 inner values. PTX ISA, matrix descriptor and canonical layouts of 128-byte swizzle:

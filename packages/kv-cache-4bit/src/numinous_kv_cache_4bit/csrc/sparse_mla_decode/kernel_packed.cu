@@ -117,10 +117,12 @@ constexpr int kDebugS = kTile * 576, kDebugP = kDebugS + 64 * kTile;  // debug: 
 #endif
 
 // Heads of q into panels as `load_q` of common.cuh, in the order in which S takes the dimensions. Of 64 dimensions a thread's lane % 4 = t has
-// 16 · t …; in step s its fragment has latent values s, s + 4 and s + 8, s + 12 of these, or rope values 4s … 4s + 3.
+// 16 · t …; in step s its fragment has latent values s, s + 4 and s + 8, s + 12 of these, or rope values 4s … 4s + 3. So eight values that a
+// lane loads here go to four words, 32 bytes apart, or 16.
 template <class R, int kHeads>
 __device__ __forceinline__ void load_q_packed(const Params& p, const Work& w, uint32_t to) {
   constexpr int kWarps = kConsumers / 32, kTurns = kHeads / kWarps, kChunks = R::kRope ? 3 : 2;
+  static_assert(kWarps == 8 && kHeads % kWarps == 0, "heads of a warp have one swizzle");
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 8 / 2, half = lane % 2;
   const uint16_t* q =
       p.q + w.request * p.q_request_stride + w.query * p.q_query_stride + (w.head + warp) * p.q_head_stride + 8 * lane;
@@ -135,22 +137,29 @@ __device__ __forceinline__ void load_q_packed(const Params& p, const Work& w, ui
     }
     q += kWarps * p.q_head_stride;
   }
+  // Addresses are one of eight and a constant, because code that runs once is paid for by the line: a warp's heads have one swizzle.
+  const uint32_t first = to + lane / 8 * kHeads * 128 + warp * 128 + 4 * t, rope = to + kLatentPanels * kHeads * 128 + warp * 128 + 4 * t;
+  uint32_t latent_at[4], rope_at[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    latent_at[i] = first + ((2 * i + half) ^ warp) * 16;
+    rope_at[i] = rope + ((4 * half + i) ^ warp) * 16;
+  }
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
     for (int k = 0; k < kChunks; ++k) {
       const uint4 v = all[turn][k];
-      const int head = warp + turn * kWarps, first = k * (kLatent / 2) + lane / 8 * 64 + 2 * t;
       if (k < 2) {
         const uint32_t pairs[4] = {__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
                                    __byte_perm(v.y, v.w, 0x7632)};
 #pragma unroll
-        for (int s = 0; s < 4; ++s)
-          store_shared(to + swizzled(kHeads, head, first + 16 * s + 8 * half), multiply_bf16_pairs(pairs[s], p.q_factor));
+        for (int i = 0; i < 4; ++i)
+          store_shared(latent_at[i] + turn * kWarps * 128 + k * (kLatentPanels / 2) * kHeads * 128,
+                       multiply_bf16_pairs(pairs[i], p.q_factor));
       } else if (lane < 8) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          store_shared(to + swizzled(kHeads, head, first + 16 * (2 * half + i / 2) + 8 * (i % 2)), word(v, i));
+        for (int i = 0; i < 4; ++i) store_shared(rope_at[i] + turn * kWarps * 128, word(v, i));
       }
     }
 }
@@ -159,27 +168,27 @@ __device__ __forceinline__ void load_q_packed(const Params& p, const Work& w, ui
 __device__ __forceinline__ int head_of(int thread, int c) { return fragment_column(thread, c / 2 * 4 + c % 2); }
 
 // Output or part of the block: `o` [latent of 64 × 4, heads] times a factor of each head. A thread has eight values side by side of a head.
-template <int kHeads>
+template <int kHeads, bool kPart>
 __device__ __forceinline__ void write_output(const Params& p, const Work& w, const float (&o)[4][kHeads / 2], const float* factors) {
   const int thread = threadIdx.x % 128, dim = threadIdx.x / 32 * 64 + threadIdx.x % 32 / 4 * 8;
+  const int64_t first = (w.row_of(p, 0) + head_of(thread, 0)) * kLatent + dim;
 #pragma unroll
   for (int c = 0; c < kHeads / 4; ++c) {
-    const int head = head_of(thread, c), i = c / 2 * 4 + c % 2;
+    const int apart = c / 2 * 8 + c % 2, head = head_of(thread, 0) + apart, i = c / 2 * 4 + c % 2;
     if (w.head + head >= p.heads) continue;
     const float by = factors[head];
-    const int64_t at = w.row_of(p, head) * kLatent + dim;
     float v[8];
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
       v[tile] = o[tile][i] * by;
       v[tile + 4] = o[tile][i + 2] * by;
     }
-    if (w.part < 0) {
-      *reinterpret_cast<uint4*>(p.out + at) =
-          uint4{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
+    if (kPart) {
+      *reinterpret_cast<float4*>(p.part_out + first + apart * kLatent) = float4{v[0], v[1], v[2], v[3]};
+      *reinterpret_cast<float4*>(p.part_out + first + apart * kLatent + 4) = float4{v[4], v[5], v[6], v[7]};
     } else {
-      *reinterpret_cast<float4*>(p.part_out + at) = float4{v[0], v[1], v[2], v[3]};
-      *reinterpret_cast<float4*>(p.part_out + at + 4) = float4{v[4], v[5], v[6], v[7]};
+      *reinterpret_cast<uint4*>(p.out + first + apart * kLatent) =
+          uint4{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
     }
   }
 }
@@ -281,7 +290,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
   const uint32_t my_row = base + S::kStages + (16 * warp + g) * R::kBytes;
   const uint32_t row_scales = base + S::kStages + S::kScales + 4 * (scale_line(t) + 8 * warp + scale_word(g));
   const int turns = w.end - w.begin;
-  for (int turn = group; turn < turns; turn += 2) {
+  // Scores, weights and maxima of an own tile.
+  const auto attend_to = [&](int turn) {
     const Turn at = Turn::of<S>(turn);
     const int buffer = group;
     barrier_wait(full + 8 * at.stage, at.parity);
@@ -387,6 +397,7 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     };
     const bool raise = named_barrier_any(kOneWarpgroup + group, 128, !(weigh() <= kMostWeight));  // NaN asks for it, too
     if (raise) {
+      const int me = again(thread);  // addresses that live here only, for want of registers
       float* stat = reinterpret_cast<float*>(shared + S::kP + buffer * S::kPBytes);  // [warp][head], where P will be
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
@@ -394,31 +405,34 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
         float top = fmaxf(s[i], s[i + 2]);
 #pragma unroll
         for (int lanes = 4; lanes < 32; lanes *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
-        if (g == 0) stat[warp * kHeads + head_of(thread, c)] = top;
+        if (g == 0) stat[warp * kHeads + head_of(me, c)] = top;
       }
       named_barrier(kOneWarpgroup + group, 128);
-      if (thread < kHeads) {
-        float now = most[thread], alpha = 1.0f;
+      if (me < kHeads) {
+        float now = most[me], alpha = 1.0f;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) now = fmaxf(now, stat[i * kHeads + thread]);
-        if (now != most[thread]) {
+        for (int i = 0; i < 4; ++i) now = fmaxf(now, stat[i * kHeads + me]);
+        if (now != most[me]) {
           const float by = exponent_of(p, now);
-          alpha = exp2_fast(exponents[thread] - by);
-          most[thread] = now;
-          exponents[thread] = by;
+          alpha = exp2_fast(exponents[me] - by);
+          most[me] = now;
+          exponents[me] = by;
         }
-        alphas[buffer * kHeads + thread] = alpha;
+        alphas[buffer * kHeads + me] = alpha;
       }
       named_barrier(kOneWarpgroup + group, 128);
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) sum[c] *= alphas[buffer * kHeads + head_of(thread, c)];
+      for (int c = 0; c < kColumns; ++c) sum[c] *= alphas[buffer * kHeads + head_of(me, c)];
       weigh();
     }
+    const int me = again(thread), mine = me / 32 * 16 + me % 32 / 4 * 2;  // likewise
+    const uint32_t weights_at[2] = {base + S::kP + buffer * S::kPBytes + swizzled(kHeads, head_of(me, 0), mine),
+                                    base + S::kP + buffer * S::kPBytes + swizzled(kHeads, head_of(me, 1), mine)};
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
       sum[c] += added[c];
-      // Rows g and g + 8 of the warp's 16 are inner values 2g and 2g + 1.
-      store_shared(base + S::kP + buffer * S::kPBytes + swizzled(kHeads, head_of(thread, c), 16 * warp + 2 * g), weights[c]);
+      // Rows g and g + 8 of the warp's 16 are inner values 2g and 2g + 1. Eight heads further the swizzle is the same.
+      store_shared(weights_at[c % 2] + c / 2 * 8 * 128, weights[c]);
     }
     if (lane == 0) changed[buffer] = raise;
     NUMINOUS_DUMP(turn == 0, for (int c = 0; c < kColumns; ++c) for (int half = 0; half < 2; ++half)
@@ -427,13 +441,15 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     fence_for_wgmma();
     __syncwarp();
     if (lane == 0) barrier_arrive(weighed + 8 * buffer);
+  };
 
+  // Behind the own tile the other warpgroup's before it and the own one are multiplied; at last the other's alone, which is the same code.
 #pragma unroll 1
-    for (int one = turn == 0 ? 0 : turn - 1; one <= turn; ++one) multiply(one);
-  }
-  if (turns > 0 && (turns - 1) % 2 != group) {  // the other warpgroup's last tile
-    multiply(turns - 1);
-    rise(turns - 1 & 1);
+  for (int turn = group; turn <= turns; turn += 2) {
+    if (turn < turns) attend_to(turn);
+#pragma unroll 1
+    for (int one = max(turn - 1, 0); one < min(turn + 1, turns); ++one) multiply(one);
+    if (turn == turns && turn > 0) rise(turn - 1 & 1);
   }
 
   named_barrier(kAllConsumers, kConsumers);  // P and factors are read
@@ -452,7 +468,11 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     exponents[thread] = finish(p, w, thread, most[thread], total, true);
   }
   named_barrier(kAllConsumers, kConsumers);
-  write_output<kHeads>(p, w, o, exponents);
+  if (w.part < 0) {
+    write_output<kHeads, false>(p, w, o, exponents);
+  } else {
+    write_output<kHeads, true>(p, w, o, exponents);
+  }
 }
 
 // --- Kernels ------------------------------------------------------------------------------------------------------------------

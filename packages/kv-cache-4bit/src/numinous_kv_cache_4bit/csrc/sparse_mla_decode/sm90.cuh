@@ -235,6 +235,11 @@ __device__ __forceinline__ uint2 words_at(uint32_t at) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
   return v;
 }
+// A value from which everything is computed anew, and not kept from before.
+__device__ __forceinline__ int again(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
 __device__ __forceinline__ void store_shared(uint32_t at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
