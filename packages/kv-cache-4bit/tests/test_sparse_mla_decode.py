@@ -614,6 +614,7 @@ def test_peers(width: int, monkeypatch: Any) -> None:
         ({"splits": 65}, ValueError, "splits is 1"),
         ({"impl": "hip"}, ValueError, "impl is"),
         ({"impl": "cuda"}, NotImplementedError, "needs tensors on an NVIDIA GPU"),
+        ({"impl": "packed"}, NotImplementedError, "impl='packed' needs tensors on an NVIDIA GPU"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -632,11 +633,14 @@ def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> 
 
 
 @pytest.mark.tier("device")
-@pytest.mark.parametrize("impl", ["cuda", "triton"])
+@pytest.mark.parametrize("impl", ["cuda", "packed", "triton"])
 def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
     """Rows behind byte 2^31 of a pool."""
-    if impl == "cuda" and torch.cuda.get_device_capability(gpu) not in kernels.MADE_FOR:
+    capability = torch.cuda.get_device_capability(gpu)
+    if impl == "cuda" and capability not in kernels.MADE_FOR:
         pytest.skip("cuda is not made for this compute capability")
+    if impl == "packed" and kernels.MADE_FOR.get(capability) != "wgmma":
+        pytest.skip("packed is made for Hopper")
     pool = big_pool((352,), torch.uint8, gpu)
     case = Case(1, 64, 100)
     inputs = OP.make_inputs(case, 0, gpu)
@@ -648,11 +652,14 @@ def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
 
 @pytest.mark.tier("device", archs=("sm90", "sm100", "sm103", "sm120"))
 @pytest.mark.parametrize("heads", [16, 32, 64])
-def test_splits_agree(heads: int, gpu: torch.device) -> None:
+@pytest.mark.parametrize("impl", ["cuda", "packed"])
+def test_splits_agree(impl: kernels.Impl, heads: int, gpu: torch.device) -> None:
     """Every number of splits gives the same within rounding, each the same bits every time."""
     case = Case(2, heads, 2048)
     inputs = OP.make_inputs(case, 0, gpu)
     want = OP.reference(case, inputs)
+    if impl == "packed" and kernels.MADE_FOR[torch.cuda.get_device_capability(gpu)] != "wgmma":
+        pytest.skip("packed is made for Hopper")
     for splits in (1, 2, 3, 4, 8, 16, 31, 32, 33, 64):
         first, again = (
             sparse_mla_decode(
@@ -661,7 +668,7 @@ def test_splits_agree(heads: int, gpu: torch.device) -> None:
                 sm_scale=SM_SCALE,
                 index=inputs["index"],
                 splits=splits,
-                impl="cuda",
+                impl=impl,
             )
             for _ in range(2)
         )

@@ -60,7 +60,7 @@ FORMATS = (KV4, KV4_NO_ROPE, STOCK_FP8, STOCK_FP8_NO_ROPE)
 PAGE = 64
 MAX_QUERIES, MAX_HEADS = 8, 128
 
-Impl = Literal["cuda", "triton"]
+Impl = Literal["cuda", "packed", "triton"]
 
 
 class Decoded(NamedTuple):
@@ -525,7 +525,8 @@ TILE = 64
 HELD = 2.0**-12  # tiles hold 4-bit rows times this, see layout.cuh
 
 
-Products = Literal["wgmma", "mma", "tcgen05"]
+Products = Literal["wgmma", "packed", "mma", "tcgen05"]
+"""By which instructions; "packed" are WGMMA's with operands that consumers decode into registers."""
 
 MADE_FOR: dict[tuple[int, int], Products] = {
     (9, 0): "wgmma",
@@ -549,6 +550,20 @@ def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
         defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
         # Loads past L1, asynchronous products, registers handed over, barriers of a cluster.
         required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2", "UCGABAR_ARV")},
+        quick=width == KV4.width,
+    )
+
+
+def packed_binary(width: int, *, debug: bool = False) -> SourceBinary:
+    """kernel_packed.cu compiled for 4-bit rows of that many bytes; `debug` as in `source_binary`."""
+    return SourceBinary(
+        name=f"sparse_mla_decode_{width}_packed" + ("_debug" if debug else ""),
+        source="csrc/sparse_mla_decode/kernel_packed.cu",
+        entries=["packed_64", "packed_32", "packed_16", "packed_8", "combine"],
+        archs=("sm90",),
+        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
+        # Asynchronous products and copies, registers handed over.
+        required={"sm90": ("HGMMA", "LDGSTS.E.BYPASS.128", "USETMAXREG", "HMUL2.BF16_V2")},
         quick=width == KV4.width,
     )
 
@@ -586,6 +601,7 @@ def tcgen05_binary(width: int, *, debug: bool = False) -> SourceBinary:
 
 BINARIES = (
     *(source_binary(row.width) for row in FORMATS),
+    *(packed_binary(row.width) for row in (KV4, KV4_NO_ROPE)),
     *(mma_binary(row.width, arch) for arch in ("sm120", "sm90") for row in FORMATS),
     *(tcgen05_binary(row.width) for row in FORMATS),
 )
@@ -599,9 +615,15 @@ class Schedule(NamedTuple):
     heads: int
 
     def shared(self, row: RowFormat) -> int:
-        """Bytes of dynamic shared memory: `Plan::kBytes` of layout.cuh, `TensorBlockPlan::kBytes` of layout_sm100.cuh,
+        """Bytes of dynamic shared memory: `Plan::kBytes` of layout.cuh, `PackedPlan::kBytes` beside it, `TensorBlockPlan::kBytes` of layout_sm100.cuh,
         `MmaPlan::kBytes` of kernel_mma.cu."""
         panels = (LATENT_DIM + row.rope_dim) // 64
+        if self.entry.startswith("packed"):
+            stage = TILE * row.width + 4 * (32 * 40 + 24)  # rows and their scales
+            fixed = (panels + 2) * self.heads * 128  # q and twice P
+            rest = 4 * self.heads * 4 + 16 + 7 * 4 * 4 + 16 * 8 + 1024
+            stages = min(7, (232448 - rest - fixed) // stage)
+            return fixed + stages * (stage + 32) + 4 * self.heads * 4 + 16 + 2 * 8 + 1024
         tile, bias, rest = panels * TILE * 128, TILE * 4, 32 + 1024
         if self.entry.startswith("mma"):
             half = TILE // 2
@@ -615,12 +637,15 @@ class Schedule(NamedTuple):
 
 NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 512, 32)
 WIDE = Schedule("wide", 512, 64)
+PACKED = tuple(Schedule(f"packed_{heads}", 384, heads) for heads in (8, 16, 32, 64))
 MMA_16, MMA_32 = Schedule("mma_16", 512, 16), Schedule("mma_32", 384, 32)
 HEADS_16, HEADS_32, HEADS_64 = (Schedule(f"heads_{heads}", 544, heads) for heads in (16, 32, 64))
 
 
 def schedule(heads: int, products: Products = "wgmma") -> Schedule:
     """For that many heads."""
+    if products == "packed":
+        return next((plan for plan in PACKED if heads <= plan.heads), PACKED[-1])
     if products == "mma":
         return MMA_16 if heads <= 16 else MMA_32
     if products == "tcgen05":
@@ -704,19 +729,23 @@ def _split_of(call: _Call, plan: Schedule, clusters: bool) -> Split:
     return split_last_turn(call.tokens, groups, tiles, places)
 
 
-def _launch_cuda(call: _Call, debug: Any = None, split: Split | None = None) -> None:
+def _launch_cuda(
+    call: _Call, debug: Any = None, split: Split | None = None, products: Products | None = None
+) -> None:
     """`split` is for who compares them; left out, the call's or the best."""
     capability = torch.cuda.get_device_capability(call.q.device)
-    products = MADE_FOR[capability]
+    products = products or MADE_FOR[capability]
     plan = schedule(call.heads, products)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
         split = split or _split_of(call, plan, products == "wgmma")
         params, _parts_kept = cuda_params(call, split, debug)
-        compiled = tcgen05_binary if products == "tcgen05" else source_binary
         if products == "mma":
-            compiled = functools.partial(mma_binary, arch=launch.architectures(capability)[0])
-        binary = compiled(call.row.width, debug=debug is not None)
+            arch = launch.architectures(capability)[0]
+            binary = mma_binary(call.row.width, arch, debug=debug is not None)
+        else:
+            compiled = {"wgmma": source_binary, "packed": packed_binary, "tcgen05": tcgen05_binary}
+            binary = compiled[products](call.row.width, debug=debug is not None)
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
@@ -772,7 +801,8 @@ def sparse_mla_decode(
         sink: fp32 [heads].
         latent_scale: the rows' global scale, a power of two.
         splits: of a list of rows over blocks, 1 … 64; None chooses by the GPU's multiprocessors.
-        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too.
+        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too; "packed" is
+            version 5 of "cuda" for 4-bit rows on sm90, until a GPU has said which of the two stays.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -780,24 +810,30 @@ def sparse_mla_decode(
         NotImplementedError: "cuda" for another GPU, or for rows that do not start at multiples of 16 bytes.
     """
     call = _checked(q, pool, sm_scale, index, page_table, lengths, sink, latent_scale, splits)
-    if impl not in (None, "cuda", "triton"):
-        raise ValueError(f"impl is 'cuda', 'triton' or None, got {impl!r}")
-    reason = _not_cuda(call, asked=impl == "cuda") if impl != "triton" else ""
-    if impl == "cuda" and reason:
-        raise NotImplementedError(f"impl='cuda' {reason}; use impl='triton'")
+    if impl not in (None, "cuda", "packed", "triton"):
+        raise ValueError(f"impl is 'cuda', 'packed', 'triton' or None, got {impl!r}")
+    packed = impl == "packed"
+    reason = _not_cuda(call, asked=impl is not None, packed=packed) if impl != "triton" else ""
+    if impl in ("cuda", "packed") and reason:
+        raise NotImplementedError(f"impl={impl!r} {reason}; use impl='triton'")
     if call.tokens and call.heads:
-        _launch_triton(call) if reason or impl == "triton" else _launch_cuda(call)
+        if reason or impl == "triton":
+            _launch_triton(call)
+        else:
+            _launch_cuda(call, products="packed" if packed else None)
     return Decoded(call.out, call.lse)
 
 
-def _not_cuda(call: _Call, *, asked: bool) -> str:
-    """Why the CUDA version does not take a call; empty where it does. Not `asked` for, products of `ON_REQUEST` are not taken."""
+def _not_cuda(call: _Call, *, asked: bool, packed: bool = False) -> str:
+    """Why a CUDA version does not take a call; empty where it does. Not `asked` for, products of `ON_REQUEST` are not taken."""
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability not in MADE_FOR:
         known = ", ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
         return f"is made for compute capability {known}, this is {capability[0]}.{capability[1]}"
+    if packed and (MADE_FOR[capability] != "wgmma" or call.row.stock):
+        return f"is made for 4-bit rows and compute capability 9.0, this is {capability[0]}.{capability[1]}, {call.row.name}"
     if MADE_FOR[capability] in ON_REQUEST and not asked:
         return "has not run on such a GPU and waits to be asked for"
     if call.q.data_ptr() % 16 or any(stride % 8 for stride in call.q.stride()[:3]):

@@ -453,6 +453,11 @@ OP = Op(
             archs=("sm90",),
             refuses=lambda case: "nothing to launch" if not case.requests else None,
         ),
+        "packed": Implementation(
+            run=_ours("packed"),
+            archs=("sm90",),
+            refuses=lambda case: "made for 4-bit rows" if row_format_of(case.width).stock else None,
+        ),
         "triton": Implementation(
             run=_ours("triton"),
             interpret=True,
