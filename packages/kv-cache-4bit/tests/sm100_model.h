@@ -140,8 +140,6 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
 
 }  // namespace model
 
-inline void __syncwarp() {}
-
 namespace numinous {
 
 inline bool elected() { return model::block.current % 32 == 0; }
