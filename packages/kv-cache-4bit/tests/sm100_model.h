@@ -136,8 +136,6 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared, u
 
 }  // namespace model
 
-inline void __syncwarp() {}
-
 namespace numinous {
 
 inline bool elected() { return model::block.current % 32 == 0; }

@@ -18,7 +18,8 @@
 *Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
             bf16, their sum is not. Splits are joined in order: the same bits every time for the same number of splits.
 *Versions*  "cuda" for sm90a (WGMMA), sm120a (mma.sync, ≤ 99 KB of shared memory) and, where it is asked for, sm100 and sm103 (tcgen05),
-            all in csrc/sparse_mla_decode; "triton" everywhere; docs/deep-dives/sparse-mla-decode.md.
+            all in csrc/sparse_mla_decode; "packed", version 5 for 4-bit rows on sm90a, where it is asked for; "triton" everywhere;
+            docs/deep-dives/sparse-mla-decode.md.
 *Arch*      see catalog.py.
 """
 
