@@ -168,16 +168,28 @@ def hooks_check(session: nox.Session) -> None:
 
 @task
 def upstream(session: nox.Session) -> None:
-    """Run every reproduction of upstream-fixes/ on the released and on the patched package, and tell the newest SGLang."""
+    """Run every reproduction of upstream-fixes/ on the released and on the patched package, and judge pins that meet."""
+    python, command = _upstream_run(session)
+    _run(session, python, *command, *session.posargs)
+    pins = ["-m", "numinous_tooling.upstream", "pins", "--conflicts"]
+    _run(session, python, *pins, "--engine", str(_engine_wheel(session, python)))
+
+
+@task(name="upstream-newest")
+def upstream_newest(session: nox.Session) -> None:
+    """As upstream, and tell what the newest SGLang of the index makes of every fix and its port; that judges nothing."""
+    python, command = _upstream_run(session)
+    if newest := _wheel(session, python, _distribution(GROUPS["engine"][0]), optional=True):
+        command += ["--newest", f"sglang={newest}"]
+    _run(session, python, *command, *session.posargs)
+
+
+def _upstream_run(session: nox.Session) -> tuple[Path, list[str]]:
     python = _prepare(session, extras=dict.fromkeys(PROJECTS, ("cli", "test")), engine=True)
     command = ["-m", "numinous_tooling.upstream", "run", "--out", "reports/upstream.json"]
     for project, requirement in _upstream_requirements().items():
         command += ["--tree", f"{project}={_wheel(session, python, requirement)}"]
-    if newest := _wheel(session, python, _distribution(GROUPS["engine"][0]), optional=True):
-        command += ["--newest", f"sglang={newest}"]
-    _run(session, python, *command, *session.posargs)
-    pins = ["-m", "numinous_tooling.upstream", "pins", "--conflicts"]
-    _run(session, python, *pins, "--engine", str(_engine_wheel(session, python)))
+    return python, command
 
 
 @task

@@ -21,6 +21,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
+from numinous_tooling.testing.interpreter import patch_language_once
 from numinous_tooling.workbench import Tensors, case_id
 
 PAGE = mmap.PAGESIZE
@@ -93,6 +94,7 @@ def far(inputs: Tensors) -> None:
 
 def main(name: str, provider: str, cases: str) -> None:
     """See the module."""
+    patch_language_once()
     bench = importlib.import_module(f"numinous_attention.workbench.{name}")
     implementation = {**bench.OP.implementations, **bench.OP.peers}[provider]
     for case in eval(cases, {"Case": bench.Case, "Far": Far, "bench": bench}):

@@ -17,7 +17,8 @@ from numinous_tooling.testing.tiers import selection
 HERE = Path(__file__).parent
 SPLIT = "Case('4_2_0', '37_20_5', heads=4, kv_heads=2, dim=32, splits=3, sink=True), Case('3_7', '40_9', 6, 2, 96, 64, pool='fp8', ids='int64', layout='sliced', holes=True, splits=4)"
 TREE = "Case('7_4', '39_0', mask='tree', causal=False, dim=32)"
-WIDE = "32, 16, 256, window=30, peers=True"
+WIDE = "32, 16, 256, window=30, peers=True"  # of peers, whose int32 ids wrap at rows of so many elements
+ROWS = "4, 2, 256, window=30"  # ours: where a row starts decides, not how many heads it has
 U = "kind='float32', dim=32, heads=4, kv_heads=2, peers=True"
 
 
@@ -34,10 +35,13 @@ def assert_right(made: subprocess.CompletedProcess[str]) -> None:
 @pytest.mark.tier("interpret")
 @pytest.mark.parametrize("at_end", [True, False])
 def test_the_fence_is_noticed(at_end: bool) -> None:
-    """A byte behind, or before: the process ends with the signal; the bytes between are there."""
-    for off, want in ((8 if at_end else -1, -signal.SIGSEGV), (7 if at_end else 0, 0)):
-        made = run("-c", f"import ctypes, fenced; t = fenced.fenced(8, {at_end}); ctypes.string_at(t.data_ptr() + {off}, 1)")  # fmt: skip
-        assert made.returncode == want, made.stderr
+    """The bytes between are there; at a byte behind, or before, the process ends with the signal."""
+    reads = [f"ctypes.string_at(t.data_ptr() + {at}, 1); print({at}, flush=True)" for at in ((0, 7, 8) if at_end else (7, 0, -1))]  # fmt: skip
+    made = run(
+        "-c", "\n".join(["import ctypes, fenced", f"t = fenced.fenced(8, {at_end})", *reads])
+    )
+    assert made.returncode == -signal.SIGSEGV, made.stderr
+    assert made.stdout.split() == (["0", "7"] if at_end else ["7", "0"])
 
 
 @pytest.mark.tier("interpret")
@@ -46,8 +50,8 @@ def test_the_fence_is_noticed(at_end: bool) -> None:
     [
         ("verify_attention", f"({SPLIT}, {TREE})"),
         ("extend_attention", f"(Case('9_0_17', '0_5_33', 6, 2), {TREE})"),
-        ("verify_attention", f"(Far(Case('4', '40', {WIDE})),)"),
-        ("extend_attention", f"(Far(Case('4', '40', {WIDE})),)"),
+        ("verify_attention", f"(Far(Case('4', '40', {ROWS})),)"),
+        ("extend_attention", f"(Far(Case('4', '40', {ROWS})),)"),
     ],
 )
 def test_ours(op: str, cases: str) -> None:

@@ -265,7 +265,8 @@ def test_room_of_a_captured_graph() -> None:
     inputs = OP.make_inputs(case, 0, CPU)
     want = OP.reference(case, inputs)
     for name, fill in (("kv_indices", 2**31 - 1), ("mask", 1)):
-        inputs[name] = torch.cat([inputs[name], inputs[name].new_full((5000,), fill)])
+        # Room enough for every split to be planned with keys that are none of the batch's.
+        inputs[name] = torch.cat([inputs[name], inputs[name].new_full((600,), fill)])
     OP.compare(case, run(case, inputs), want)
 
 

@@ -496,7 +496,7 @@ def test_served_tokens_are_those_of_a_quantised_cache(
     }  # fmt: skip
     flags = [*FLAGS.split(), "--attention-backend", backend]
     server = engine_server("hybrid", hybrid_model, tmp_path, flags, "gdn_server", **environ)
-    with server.running(Interrupts()):
+    with server.running(Interrupts(), stop_grace_s=0):
         server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
         running = Running(server, tmp_path / "state")
         assert running.generate(prompts[0][:32], new_tokens=1) == [prefix]

@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(model: Path, folder: Path, *module: str) -> Iterator[str]:
     """Run the engine for the length of a block; gives its address."""
     server = engine_server(module[-1], model, folder, FLAGS.split(), *module)
-    with server.running(Interrupts()):
+    with server.running(Interrupts(), stop_grace_s=0):
         server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)
         yield server.url
 

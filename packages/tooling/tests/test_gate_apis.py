@@ -540,3 +540,8 @@ def test_client_ends_with_the_gate_even_if_the_server_hangs() -> None:
                 assert client.wait(timeout=60) != 0
             finally:
                 client.kill()
+
+
+def test_only_an_address_without_tls_goes_unverified() -> None:
+    for url, wanted in (("http://a:1", False), ("https://a", True), ("HTTPS://a", True)):
+        assert apis.has_tls(url) is wanted

@@ -209,3 +209,37 @@ def test_libdevice_is_refused():
 
 def test_programmatic_dependent_launch_is_refused():
     still(raises(_pdl_kernel, torch.ones(1), text="_semantic"), "gdc_wait", UNUSED)
+
+
+@triton.jit
+def _doubled(value):
+    return value + value
+
+
+@triton.jit
+def _nested_kernel(x, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, _doubled(_doubled(tl.load(x + at))))
+
+
+def test_the_language_is_patched_once_for_a_kernel(monkeypatch):
+    """`patch_language_once`, which the plugin calls; after a kernel the language is as it was, also after one that fails."""
+    from triton.runtime import interpreter
+
+    looked, look = [], interpreter._patch_builtin
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda *words: looked.append(words[0]) or look(*words)
+    )
+    before = tl.load, tl.core.load, tl.tensor.__add__
+    counts = []
+    for launch in range(3):
+        x = torch.ones(4)
+        if launch == 1:
+            with pytest.raises(interpreter.InterpreterError):
+                _nested_kernel[(1,)](x, N=3)  # no power of 2
+        else:
+            _nested_kernel[(1,)](x, N=4)
+            assert x.tolist() == [4.0] * 4
+        counts.append(looked.count(tl))
+        assert (tl.load, tl.core.load, tl.tensor.__add__) == before
+    assert counts == [1, 2, 3]

@@ -16,7 +16,7 @@ from numinous_tooling.repo import __main__ as repo_main
 from numinous_tooling.repo.checkout import find_checkout
 
 ROOT = find_checkout(Path(__file__).parent).root
-TODAY, FINISHED = 43, 45  # minutes
+TODAY, FINISHED = 38, 45  # minutes
 
 
 def budget() -> dict[str, float]:
@@ -65,13 +65,14 @@ sys.exit(int(os.environ.get(f"{name}_exit", "0")))
 
 
 def run_tail(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """The end of the script, which runs the tests in two processes, with a stub in place of Python."""
+    """The end of the script, which runs gates and tests in two processes, with stubs in place of the gates and of Python."""
     script = (ROOT / ".ci/run").read_text(encoding="utf-8")
     part = re.search(r"^part\(\) \{.*?^\}$", script, re.MULTILINE | re.DOTALL)
     assert part is not None
-    tail = script[script.index("# Tests that start the engine wait") :]
+    tail = script[script.index("# Tests that start the engine, and") :]
+    gates = 'short_gate() { sleep 0.2; return "${gate_exit:-0}"; }\nshort_accuracy() { :; }'
     (folder / "tail.sh").write_text(
-        f"set -euo pipefail\nshared=stub\n{part.group()}\n{tail}", encoding="utf-8"
+        f"set -euo pipefail\nshared=stub\n{part.group()}\n{gates}\n{tail}", encoding="utf-8"
     )
     (folder / "stub").write_text(STUB, encoding="utf-8")
     (folder / "stub").chmod(0o755)
@@ -129,6 +130,15 @@ def test_interrupt_leaves_nothing_running(tmp_path: Path, whole_group: bool) -> 
     assert process.returncode == (130 if whole_group else 143), said
     for file in pids:
         assert not Path("/proc", file.read_text("utf-8")).exists(), f"{file.stem} still runs"
+
+
+def test_a_gate_that_fails_ends_the_check_and_what_runs_beside_it(tmp_path: Path) -> None:
+    process = run_tail(tmp_path, gate_exit="4", others_s="60")
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 4, said
+    assert said.splitlines()[-1].endswith("exit 4"), said
+    assert not (tmp_path / "engine.pid").exists(), said
+    assert not Path("/proc", (tmp_path / "others.pid").read_text("utf-8")).exists(), said
 
 
 def test_script_is_valid_bash() -> None:

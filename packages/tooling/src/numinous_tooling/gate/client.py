@@ -41,6 +41,7 @@ from numinous_tooling.gate.apis import (
     RequestFailed,
     ServingClient,
     bearer,
+    has_tls,
 )
 
 Emit = Callable[[dict[str, Any]], None]
@@ -337,6 +338,7 @@ async def run_job(job: dict[str, Any], emit: Emit, wait_for_go: Callable[[], str
             limits=limits,
             timeout=timeout,
             trust_env=False,
+            verify=has_tls(job["url"]),
             headers=bearer(job.get("api_key_env")),
         ) as http:
             client: ServingClient = (

@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from numinous_tooling.gate.apis import has_tls
+
 SAMPLE_EVERY_S = 2.0
 REQUEST_TIMEOUT_S = 2.0
 MEMORY_TIMEOUT_S = 5.0
@@ -114,6 +116,7 @@ class GaugeSampler:
             base_url=self._url,
             headers=self._headers,
             trust_env=False,
+            verify=has_tls(self._url),
             timeout=REQUEST_TIMEOUT_S,
         ) as http:
             # The first and the last are taken while nothing runs: they bound what is cumulative, and are no load.

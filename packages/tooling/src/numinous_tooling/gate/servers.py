@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from numinous_tooling.gate.apis import bearer
+from numinous_tooling.gate.apis import bearer, has_tls
 from numinous_tooling.gate.errors import GateError, Interrupted, ServerFailed
 
 LOG_TAIL_LINES = 40
@@ -206,8 +206,10 @@ class Server:
         self._observed_s = 0.0
 
     @contextlib.contextmanager
-    def running(self, interrupts: Interrupts) -> Iterator[Server]:
-        """Run the server for the length of a block."""
+    def running(
+        self, interrupts: Interrupts, stop_grace_s: float = STOP_GRACE_S
+    ) -> Iterator[Server]:
+        """Run the server for the length of a block; after it the server has `stop_grace_s` to end by itself."""
         self._check_port()
         tree = self._tree = ProcessTree(interrupts)
         grace_s = 0.0
@@ -221,7 +223,7 @@ class Server:
                     stderr=subprocess.STDOUT,
                 )
             yield self
-            grace_s = STOP_GRACE_S
+            grace_s = stop_grace_s
         finally:
             # After a failure there is nothing to be polite about, and task runners kill us soon after a Ctrl-C.
             tree.stop(grace_s)
@@ -281,7 +283,9 @@ class Server:
     def wait_ready(self, timeout_s: float, on_wait: Callable[[float], None]) -> float:
         """Poll `/health` until it answers 200; return the seconds it took. `on_wait` gets the seconds so far."""
         start = time.monotonic()
-        with httpx.Client(base_url=self.url, trust_env=False, timeout=HEALTH_TIMEOUT_S) as http:
+        with httpx.Client(
+            base_url=self.url, trust_env=False, verify=has_tls(self.url), timeout=HEALTH_TIMEOUT_S
+        ) as http:
             while True:
                 elapsed = time.monotonic() - start
                 self.check_alive()
@@ -325,6 +329,7 @@ class AttachedServer:
                 f"{self.url}/v1/models",
                 headers=self.headers,
                 trust_env=False,
+                verify=has_tls(self.url),
                 timeout=HEALTH_TIMEOUT_S,
             )
         except httpx.TransportError as error:
@@ -348,7 +353,11 @@ class AttachedServer:
         timeout_s = min(timeout_s, ATTACH_TIMEOUT_S)
         reason = "no answer"
         with httpx.Client(
-            base_url=self.url, headers=self.headers, trust_env=False, timeout=timeout_s
+            base_url=self.url,
+            headers=self.headers,
+            trust_env=False,
+            verify=has_tls(self.url),
+            timeout=timeout_s,
         ) as http:
             while True:
                 on_wait(time.monotonic() - start)
@@ -382,7 +391,11 @@ def ask(url: str, path: str, headers: Mapping[str, str] | None = None) -> dict[s
     """Return the JSON object that a server answers on a path, or nothing where it answers anything else."""
     with contextlib.suppress(httpx.HTTPError, ValueError):
         response = httpx.get(
-            f"{url}{path}", headers=headers, trust_env=False, timeout=HEALTH_TIMEOUT_S
+            f"{url}{path}",
+            headers=headers,
+            trust_env=False,
+            verify=has_tls(url),
+            timeout=HEALTH_TIMEOUT_S,
         )
         if response.status_code == 200:
             answer = response.json()

@@ -163,7 +163,8 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             "sglang.launch_server",
             **environ,
         )
-        with server.running(Interrupts()):
+        # Killed at the end: an engine that is asked to end takes seconds to, one core busy, and a test has read all it wants.
+        with server.running(Interrupts(), stop_grace_s=0):
             if wait:
                 try:
                     server.wait_ready(START_TIMEOUT_S, lambda elapsed: None)

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -178,6 +179,42 @@ def _read(stream: Path) -> dict[str, Result]:
             result.outcome, result.text = said["outcome"], said["text"]
         result.sections = [tuple(section) for section in said["sections"]] or result.sections
     return results
+
+
+def patch_language_once() -> None:
+    """In the child: a kernel puts its stand-ins into ``triton.language`` once, and not again at every function that it calls.
+
+    Triton 3.6 looks through the whole language at each call of a device function and finds all stand-ins there: a third of
+    the time of a kernel that calls many. Another Triton, which may keep them otherwise, is left alone.
+    """
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch = getattr(interpreter, "_patch_lang", None)
+    if patch is None or not hasattr(interpreter, "_LangPatchScope"):
+        return
+    in_place: set[ModuleType] = set()
+
+    def patch_once(function: Any) -> Any:
+        seen = {x for x in function.__globals__.values() if x is language or x is language.core}
+        if seen and seen <= in_place:
+            return interpreter._LangPatchScope()
+        outermost = not in_place
+        scope = patch(function)
+        in_place.update(seen)
+        if outermost:  # the kernel; what a device function adds, Triton itself leaves in place
+            restore = scope.restore
+
+            def restore_all() -> None:
+                in_place.clear()
+                restore()
+
+            scope.restore = restore_all
+        return scope
+
+    interpreter._patch_lang = patch_once
 
 
 class ResultStream:

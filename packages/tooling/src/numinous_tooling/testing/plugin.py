@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from numinous_tooling.testing.interpreter import InterpretedItem, ResultStream, interpreting
+from numinous_tooling.testing.interpreter import (
+    InterpretedItem,
+    ResultStream,
+    interpreting,
+    patch_language_once,
+)
 from numinous_tooling.testing.report import TierReport
 from numinous_tooling.testing.tiers import (
     REQUIRE_DEVICE,
@@ -90,6 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
         archs_named=bool(archs),
         full=config.getoption("full"),
     )
+    if interpreting():
+        patch_language_once()
     if stream := config.getoption("interpreted_results"):
         config.pluginmanager.register(ResultStream(Path(stream)), "numinous-results")
     else:

@@ -9,6 +9,7 @@ that touch it.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -165,40 +166,44 @@ def conflicts(features: Iterable[Feature], root: Path, tree: EngineTree) -> list
     Returns:
         One line for each pin and set of fixes: the label and the digest that the pin has to accept.
     """
-    fixes = [fix for fix in _ours(root) if fix.header["version"] == tree.version]
-    touched = {fix.id: set(render_series(tree.read, _series(fix))) for fix in fixes}
-    known: dict[tuple[str, ...], Changed] = {}
-
-    def with_fixes(chosen: Sequence[Fix]) -> Changed:
-        key = tuple(fix.id for fix in chosen)
-        if key not in known:
-            contents: dict[str, bytes | None] = {}
-            changed = Changed(tree, contents, " + ".join(key))
-            for fix in chosen:
-                contents.update(render_series(changed.read, _series(fix)))
-            known[key] = changed
-        return known[key]
-
+    fixes = {fix.id: fix for fix in _ours(root) if fix.header["version"] == tree.version}
+    touched = {name: set(render_series(tree.read, _series(fix))) for name, fix in fixes.items()}
     lines: list[str] = []
+    pinned: dict[str, list[tuple[str, Pin]]] = {}
     for feature, pin in _memory_pins([*features, CORE]):
         try:
-            path, _ = resolve(tree, pin.target)
-            stock = digest_in(tree, pin.target, pin.occurrence)
+            pinned.setdefault(resolve(tree, pin.target)[0], []).append((feature, pin))
         except PatchError as error:
             lines.append(f"{feature}: {error}")
-            continue
-        near = [fix for fix in fixes if path in touched[fix.id]]
-        here = [fix for fix in near if _digest(with_fixes([fix]), pin) != stock]
-        for chosen in _sets(here):
-            try:
-                digest = _digest(with_fixes(chosen), pin)
-            except PatchError as error:
-                lines.append(f"{feature}: {error}")
+
+    @functools.cache
+    def with_fixes(*chosen: str) -> EngineTree:
+        contents: dict[str, bytes | None] = {}
+        changed = Changed(tree, contents, " + ".join(chosen))
+        for name in chosen:
+            contents.update(render_series(changed.read, _series(fixes[name])))
+        return changed if chosen else tree
+
+    @functools.cache
+    def digests(path: str, *chosen: str) -> list[tuple[str, str]]:
+        # Of all pins of a text: to parse it takes longer than everything else here.
+        return [_digest(with_fixes(*chosen), pin) for _, pin in pinned[path]]
+
+    for path, pins in pinned.items():
+        near = [name for name in fixes if path in touched[name]]
+        for number, (feature, pin) in enumerate(pins):
+            stock, problem = digests(path)[number]
+            if problem:
+                lines.append(f"{feature}: {problem}")
                 continue
-            if digest not in pin.accepts.values():
-                label = " + ".join(["stock", tree.version, *(fix.id for fix in chosen)])
-                label = label.replace(f"stock + {tree.version}", f"stock {tree.version}")
-                lines.append(f"{feature}: {pin.target} has to accept {label!r}: {digest!r}")
+            here = [name for name in near if digests(path, name)[number] != (stock, "")]
+            for chosen in _sets(here):
+                digest, problem = digests(path, *chosen)[number]
+                if problem:
+                    lines.append(f"{feature}: {problem}")
+                elif digest not in pin.accepts.values():
+                    label = " + ".join([f"stock {tree.version}", *chosen])
+                    lines.append(f"{feature}: {pin.target} has to accept {label!r}: {digest!r}")
     forget_parsed()
     return lines
 
@@ -213,17 +218,18 @@ def _is_constant(tree: EngineTree, target: str) -> bool:
     return False
 
 
-def _sets(fixes: Sequence[Fix]) -> Iterator[tuple[Fix, ...]]:
+def _sets(fixes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for size in range(1, len(fixes) + 1):
         if len(fixes) <= MOST_TOGETHER or size in (1, len(fixes) - 1, len(fixes)):
             yield from itertools.combinations(fixes, size)
 
 
-def _digest(tree: EngineTree, pin: Pin) -> str:
+def _digest(tree: EngineTree, pin: Pin) -> tuple[str, str]:
+    """The digest of what a tree holds, or why there is none."""
     try:
-        return digest_in(tree, pin.target, pin.occurrence)
+        return digest_in(tree, pin.target, pin.occurrence), ""
     except PatchError as error:
-        raise PatchError(f"{tree.where}: {error}") from None
+        return "", f"{tree.where}: {error}"
 
 
 def _memory_pins(features: Iterable[Feature]) -> Iterator[tuple[str, Pin]]:

@@ -25,6 +25,7 @@ import httpx
 import numpy as np
 
 from numinous_tooling.gate.accuracy.distance import Scores
+from numinous_tooling.gate.apis import has_tls
 from numinous_tooling.gate.errors import GateError
 
 FLUSH_WAIT_S = 30.0
@@ -61,7 +62,9 @@ class EngineClient:
         self.vocabulary: int | None = None
         self._timeout_s = timeout_s
         self._failed = failed or (lambda how: GateError(f"server {name} at {url} {how}"))
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(
+            base_url=url, timeout=timeout_s, trust_env=False, verify=has_tls(url)
+        )
 
     def __enter__(self) -> EngineClient:
         return self
