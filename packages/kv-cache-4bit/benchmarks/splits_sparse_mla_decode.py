@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a list is best split on this GPU: `sparse_mla_decode` with every number of splits and every cluster of them, in one run.
 
-    python splits_sparse_mla_decode.py --heads 64 --batch 1 8 32 64
+    python splits_sparse_mla_decode.py --heads 64 --batch 1 8 32 64 --products wgmma packed
 
 A line each: splits of a list, blocks of a cluster, blocks of the launch and how many of them run at once; median and the 20 and 80 % of times in µs,
 L2 cold, in turns with one another; a star is what `split_last_turn` chooses. Every output is compared with the reference first. It prints
@@ -36,16 +36,20 @@ def layouts(tokens: int, tiles: int, places: dict[int, int]) -> list[kernels.Spl
     ]
 
 
-def measure(clock: Clock, case: Case, device: torch.device, samples: int) -> bool:
+def measure(
+    clock: Clock, case: Case, device: torch.device, samples: int, products: kernels.Products
+) -> bool:
     """Prints a case's table; whether all outputs were right."""
     inputs = OP.make_inputs(case, 0, device)
     want = OP.reference(case, inputs)
-    plan = kernels.schedule(case.heads)
+    plan = kernels.schedule(case.heads, products)
     row = kernels.row_format_of(case.width)
     places = kernels._places(plan, row, inputs["q"].device)
     groups, tiles = -(-case.heads // plan.heads), -(-case.topk // kernels.TILE)
     chosen = kernels.split_last_turn(case.requests, groups, tiles, places)
-    print(f"{case.requests} requests of {case.heads} heads, {case.topk} rows of {case.width} bytes")
+    print(
+        f"{products}: {case.requests} requests of {case.heads} heads, {case.topk} rows of {case.width} bytes"
+    )
     launches: list[tuple[kernels.Split, Any]] = []
     right = True
     for split in layouts(case.requests, tiles, places):
@@ -54,7 +58,7 @@ def measure(clock: Clock, case: Case, device: torch.device, samples: int) -> boo
             checked = kernels._checked(
                 inputs["q"], inputs["pool"], SM_SCALE, inputs["index"], None, None, None, 1.0, None
             )
-            kernels._launch_cuda(checked, split=split)
+            kernels._launch_cuda(checked, split=split, products=products)
             return kernels.Decoded(checked.out, checked.lse)
 
         try:
@@ -86,6 +90,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--width", type=int, default=352)
     parser.add_argument("--topk", type=int, default=2048)
+    parser.add_argument("--products", nargs="+", choices=("wgmma", "packed"), default=["wgmma", "packed"], help="packed: 4-bit rows")  # fmt: skip
     parser.add_argument("--samples", type=int, default=60)
     given = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -93,9 +98,11 @@ def main() -> int:
         return 2
     clock, device = CudaClock(), torch.device("cuda")
     right = [
-        measure(clock, Case(batch, heads, given.topk, given.width), device, given.samples)
+        measure(clock, Case(batch, heads, given.topk, given.width), device, given.samples, products)
         for heads in given.heads
         for batch in given.batch
+        for products in given.products
+        if products == "wgmma" or not kernels.row_format_of(given.width).stock
     ]
     return int(not all(right))
 

@@ -175,3 +175,68 @@ def check_debug_script(
             printed = capsys.readouterr().out
             assert ("K [row, dimension]: agrees" in printed) != bool(faults), printed
             assert printed.count("agrees") == (0 if faults else 5), printed
+
+
+# --- Clusters of Hopper's versions ----------------------------------------------------------------------------------
+
+# Every width with every number of splits, of tiles full, short and none; a head alone, units of a head, a half and a quarter, two blocks.
+CLUSTERED = [
+    Case(1, 5, 400, splits=2, sink=True, pattern="edges"),
+    Case(1, 1, 70, splits=4),
+    Case(
+        2, 16, 70, splits=8, sink=True, pattern="edges"
+    ),  # more splits than tiles, a list that names nothing
+    Case(1, 20, 200, splits=2, pattern="sparse"),
+    Case(1, 32, 330, splits=4),
+    Case(1, 33, 330, splits=2, sink=True, pattern="edges"),
+    Case(1, 40, 600, splits=8, scale=4.0),
+    Case(1, 64, 40, splits=2),  # one tile
+    Case(1, 12, 97, splits=2, pattern="nan"),
+    Case(2, 70, 140, splits=4, pattern="edges", ids="int64", layout="sliced"),
+    Case(2, 16, 260, splits=2, queries=2, dense=True, sink=True),
+    Case(1, 9, 500, splits=16, pattern="edges"),
+    Case(1, 40, 200, splits=16, sink=True),
+    *(
+        Case(1, heads, 330, width, splits=splits, sink=True, pattern="edges")
+        for width in (288, 656, 528)
+        for heads in (7, 30, 64)
+        for splits in (2, 4, 8)
+    ),
+    Case(3, 40, 200, 656, splits=4, queries=3, dense=True, layout="sliced"),
+    Case(2, 128, 130, 528, splits=2, pattern="nan"),
+]
+
+
+PARTS = {
+    Case(1, 5, 400, splits=6, sink=True, pattern="edges"): 2,
+    Case(2, 40, 330, splits=8, sink=True, pattern="edges"): 4,  # more splits than tiles
+    Case(1, 16, 700, splits=32): 8,
+    Case(2, 70, 260, splits=6, queries=2, dense=True): 2,
+    Case(1, 33, 97, splits=4, pattern="nan"): 2,
+}
+
+JOIN_FAULTS = {
+    "nobody waits for the other blocks": ("  cluster_barrier();\n", "  named_barrier(1, kConsumers);\n"),
+    "a block ends before all have read": ("  cluster_leave();\n", ""),
+    "every block is read from the first": ("in_block(own, (rank + i + a) & (blocks - 1))", "in_block(own, 0)"),
+    "weights of another block": ("turn * blocks + (rank + i + a & (blocks - 1))", "turn * blocks + i + a"),
+    "weights of another head": ("__shfl_sync(~0u, weight, turn * blocks", "__shfl_sync(~0u, weight, 0 * blocks"),
+    "blocks are not weighed": ("float weight = exp2_fast(top * p.scale_log2 - exponent_of(p, most))", "float weight = 1.0f"),
+    "sums are not added": ("total += __shfl_xor_sync(~0u, total, lanes)", "total += 0.0f"),
+    "the last head is left out": ("const bool live = head < heads;", "const bool live = head < heads - 1;"),
+    "a cluster's end of a list": ("split_up(tiles * (split + 1))", "split_up(tiles * split + 1)"),
+    "a block without rows leaves its cluster": ("if (w.blocks == 1 && no_part", "if (no_part"),
+    "every block has a part of its own": ("* parts + (split >> log2)", "* parts + split % parts"),
+    "halves of a head overlap": ("unit % kParts * kPieces * 128", "unit % kParts * 128"),
+}  # fmt: skip
+
+
+def case_of_fault(fault: str) -> Case:
+    """In which a fault of a cluster shows."""
+    cases = {
+        "a block without rows leaves its cluster": Case(1, 40, 70, splits=4),
+        "every block has a part of its own": Case(1, 5, 200, splits=4),
+        "halves of a head overlap": Case(1, 9, 140, splits=4),
+        "a part without rows keeps its maximum": Case(1, 40, 70, splits=4),
+    }
+    return cases.get(fault, Case(1, 40, 200, splits=2, sink=True))

@@ -56,6 +56,7 @@ struct Block {
   std::vector<uint8_t> memory;
   std::map<uint32_t, MBarrier> barriers;
   std::map<int, Named> named;
+  std::map<int, bool> any[2];  // what a named barrier is asked, of its generations by turns
   std::vector<Exchange> warps;
   std::vector<std::vector<std::vector<std::function<void()>>>> products;  // of each thread, groups under way; the last is not committed
   std::vector<std::vector<std::vector<std::function<void()>>>> row_copies;  // likewise
@@ -160,11 +161,10 @@ inline void named_barrier(int id, int threads) {
   while (barrier.generation == generation) model::yield();
 }
 inline bool named_barrier_any(int id, int threads, bool mine) {
-  static std::map<int, bool> any[2];  // of a barrier's generations by turns
   const int key = id + 16 * int(model::rank());
   const unsigned generation = model::block.named[key].generation;
-  any[(generation + 1) % 2][key] = false;
-  bool& all = any[generation % 2][key];
+  model::block.any[(generation + 1) % 2][key] = false;
+  bool& all = model::block.any[generation % 2][key];
   all = all || mine;
   named_barrier(id, threads);
   return all;

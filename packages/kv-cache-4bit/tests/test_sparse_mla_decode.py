@@ -17,7 +17,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kv4_block_model import check_no_rows, run_model
+from kv4_block_model import CLUSTERED, JOIN_FAULTS, PARTS, case_of_fault, check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
@@ -113,43 +113,6 @@ def test_no_rows_under_any_q_on_the_model(
     check_no_rows(compiled(352), heads, splits, "wgmma", cluster)
 
 
-# Every width with every number of splits, of tiles full, short and none; a head alone, units of a head, a half and a quarter, two blocks.
-CLUSTERED = [
-    Case(1, 5, 400, splits=2, sink=True, pattern="edges"),
-    Case(1, 1, 70, splits=4),
-    Case(
-        2, 16, 70, splits=8, sink=True, pattern="edges"
-    ),  # more splits than tiles, a list that names nothing
-    Case(1, 20, 200, splits=2, pattern="sparse"),
-    Case(1, 32, 330, splits=4),
-    Case(1, 33, 330, splits=2, sink=True, pattern="edges"),
-    Case(1, 40, 600, splits=8, scale=4.0),
-    Case(1, 64, 40, splits=2),  # one tile
-    Case(1, 12, 97, splits=2, pattern="nan"),
-    Case(2, 70, 140, splits=4, pattern="edges", ids="int64", layout="sliced"),
-    Case(2, 16, 260, splits=2, queries=2, dense=True, sink=True),
-    Case(1, 9, 500, splits=16, pattern="edges"),
-    Case(1, 40, 200, splits=16, sink=True),
-    *(
-        Case(1, heads, 330, width, splits=splits, sink=True, pattern="edges")
-        for width in (288, 656, 528)
-        for heads in (7, 30, 64)
-        for splits in (2, 4, 8)
-    ),
-    Case(3, 40, 200, 656, splits=4, queries=3, dense=True, layout="sliced"),
-    Case(2, 128, 130, 528, splits=2, pattern="nan"),
-]
-
-
-PARTS = {
-    Case(1, 5, 400, splits=6, sink=True, pattern="edges"): 2,
-    Case(2, 40, 330, splits=8, sink=True, pattern="edges"): 4,  # more splits than tiles
-    Case(1, 16, 700, splits=32): 8,
-    Case(2, 70, 260, splits=6, queries=2, dense=True): 2,
-    Case(1, 33, 97, splits=4, pattern="nan"): 2,
-}
-
-
 @pytest.mark.parametrize("case", PARTS, ids=case_id)
 def test_clusters_leave_parts_on_the_model(compiled: Any, case: Case) -> None:
     """More splits than the cluster has blocks: each cluster leaves a part."""
@@ -186,20 +149,9 @@ def test_clusters_write_the_same_bits_on_the_model(compiled: Any) -> None:
 
 
 CLUSTER_FAULTS = {
-    "nobody waits for the other blocks": ("  cluster_barrier();\n", "  named_barrier(1, kConsumers);\n"),
-    "a block ends before all have read": ("  cluster_leave();\n", ""),
-    "every block is read from the first": ("in_block(own, (rank + i + a) & (blocks - 1))", "in_block(own, 0)"),
-    "weights of another block": ("turn * blocks + (rank + i + a & (blocks - 1))", "turn * blocks + i + a"),
-    "weights of another head": ("__shfl_sync(~0u, weight, turn * blocks", "__shfl_sync(~0u, weight, 0 * blocks"),
-    "blocks are not weighed": ("float weight = exp2_fast(top * p.scale_log2 - exponent_of(p, most))", "float weight = 1.0f"),
-    "sums are not added": ("total += __shfl_xor_sync(~0u, total, lanes)", "total += 0.0f"),
+    **JOIN_FAULTS,
     "the stage is divided already": ("      factor[r] = 1.0f;", "      factor[r] = p.out_scale / total;"),
     "a part without rows keeps its maximum": ("        maxima[head] = most[r];\n", ""),
-    "the last head is left out": ("const bool live = head < heads;", "const bool live = head < heads - 1;"),
-    "a cluster's end of a list": ("split_up(tiles * (split + 1))", "split_up(tiles * split + 1)"),
-    "a block without rows leaves its cluster": ("if (w.blocks == 1 && no_part", "if (no_part"),
-    "every block has a part of its own": ("* parts + (split >> log2)", "* parts + split % parts"),
-    "halves of a head overlap": ("unit % kParts * kPieces * 128", "unit % kParts * 128"),
 }  # fmt: skip
 
 
@@ -209,13 +161,7 @@ def test_faults_of_clusters_on_the_model(
 ) -> None:
     if fault != "nobody waits for the other blocks" and not selection(request.config).full:
         pytest.skip("not in the quick selection: --full compiles and runs it")
-    cases = {
-        "a block without rows leaves its cluster": Case(1, 40, 70, splits=4),
-        "every block has a part of its own": Case(1, 5, 200, splits=4),
-        "halves of a head overlap": Case(1, 9, 140, splits=4),
-        "a part without rows keeps its maximum": Case(1, 40, 70, splits=4),
-    }
-    case = cases.get(fault, Case(1, 40, 200, splits=2, sink=True))
+    case = case_of_fault(fault)
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     want = OP.reference(case, inputs)
     library = compiled(case.width, CLUSTER_FAULTS[fault])
@@ -361,13 +307,13 @@ def test_splits_script_on_the_model(
     script = runpy.run_path(str(SCRIPT))
     library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
 
-    def launch(call: Any, debug: Any = None, split: Any = None) -> None:
+    def launch(call: Any, split: Any, products: Any) -> None:
         params, _parts_kept = kernels.cuda_params(call, split)
         block_model.run_call(library, call, params)
 
     monkeypatch.setattr(kernels, "_launch_cuda", launch)
     monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
-    right = script["measure"](CpuClock(), Case(2, 5, 200), torch.device("cpu"), 2)
+    right = script["measure"](CpuClock(), Case(2, 5, 200), torch.device("cpu"), 2, "wgmma")
     said = capsys.readouterr().out.splitlines()
     assert right == (fault is None)
     lines = [line for line in said if "blocks" in line]

@@ -5,14 +5,29 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import runpy
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from kv4_block_model import builder, check_debug_script, check_no_rows, run_model
+from kv4_block_model import (
+    CLUSTERED,
+    JOIN_FAULTS,
+    PARTS,
+    builder,
+    case_of_fault,
+    check_debug_script,
+    check_no_rows,
+    run_call,
+    run_model,
+)
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.bench.clocks import CpuClock
 from numinous_tooling.testing.tiers import selection
 from numinous_tooling.workbench import case_id
 
@@ -85,10 +100,12 @@ def check_orders(library: Any, case: Case, inputs: Any, want: Any, full: bool) -
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 1), (4, 4)])
+def test_no_rows_under_any_q_on_the_model(
+    compiled: Any, heads: int, splits: int, cluster: int
+) -> None:
     """Rows that a batch is padded with hold anything in q, NaN and infinity too."""
-    check_no_rows(compiled(352), heads, splits, "packed")
+    check_no_rows(compiled(352), heads, splits, "packed", cluster)
 
 
 @pytest.mark.parametrize(("heads", "whole"), [(5, 1), (20, 2), (70, 1)])
@@ -98,6 +115,113 @@ def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: in
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
     got = run_model(compiled(352), case, inputs, "packed", whole=whole)
     OP.compare(case, got, OP.reference(case, inputs))
+    # Clusters of whole lists in front of those that join, all of a list or two parts.
+    for splits in (2, 4):
+        case = Case(4, heads, 140, splits=splits, sink=True, pattern="edges")
+        inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+        got = run_model(compiled(352), case, inputs, "packed", whole=2, cluster=2)
+        OP.compare(case, got, OP.reference(case, inputs))
+
+
+# --- Clusters -------------------------------------------------------------------------------------------------------
+
+
+def check_cluster(
+    library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int], cluster: int
+) -> None:
+    """Right with each of these warpgroups slower than the others, of all blocks of a cluster, three each; -1: none."""
+    try:
+        for group in slow:
+            library.be_slow(group)
+            OP.compare(case, run_model(library, case, inputs, "packed", cluster=cluster), want)
+    finally:
+        library.be_slow(-1)
+
+
+@pytest.mark.parametrize("case", PARTS, ids=case_id)
+def test_clusters_leave_parts_on_the_model(compiled: Any, case: Case) -> None:
+    """More splits than the cluster has blocks: each cluster leaves a part."""
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    check_cluster(compiled(case.width), case, inputs, want, (-1, 0, 4), PARTS[case])
+
+
+@pytest.mark.parametrize("raised", [False, True], ids=["", "raised"])
+@pytest.mark.parametrize("case", [c for c in CLUSTERED if c.width in (352, 288)], ids=case_id)
+def test_clusters_on_the_model(
+    compiled: Any, case: Case, raised: bool, request: pytest.FixtureRequest
+) -> None:
+    """Splits of a list that are a cluster. Under --full each warpgroup of each block is slower than the others, too."""
+    full = selection(request.config).full
+    if (raised or case.width != 352) and not full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    library = compiled(case.width, *((RAISED,) if raised else ()))
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    groups = range(-1, 3 * case.splits) if full and case.splits <= 4 else (-1, 0, 4)
+    check_cluster(library, case, inputs, OP.reference(case, inputs), groups, case.splits)
+
+
+def test_clusters_write_the_same_bits_on_the_model(compiled: Any) -> None:
+    """Whoever is slower; and what parts in memory are joined to within a rounding."""
+    library, case = compiled(352), Case(1, 40, 330, splits=4, sink=True, pattern="edges")
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    parts = run_model(library, case, inputs, "packed")
+    made = run_model(library, case, inputs, "packed", cluster=4)
+    library.be_slow(7)
+    try:
+        again = run_model(library, case, inputs, "packed", cluster=4)
+    finally:
+        library.be_slow(-1)
+    for name in ("out", "lse"):
+        assert torch.equal(made[name], again[name])
+        torch.testing.assert_close(made[name], parts[name], rtol=2**-7, atol=1e-6)
+
+
+CLUSTER_FAULTS = {
+    **JOIN_FAULTS,
+    "the stage's upper values first": ("float* first = stage + head_of(thread, 0) * kStageStride + dim + (odd ? 4 : 0);",
+        "float* first = stage + head_of(thread, 0) * kStageStride + dim;"),
+    "the sums are a factor already": ("w.blocks == 1 ? finish(p, w, thread, most[thread], total, true) : total", "finish(p, w, thread, most[thread], total, true)"),
+    "sums and what weights are under mixed up": ("stage, most, exponents, kHeads", "stage, exponents, exponents, kHeads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
+def test_faults_of_clusters_on_the_model(
+    compiled: Any, fault: str, request: pytest.FixtureRequest
+) -> None:
+    if fault != "the stage's upper values first" and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    case = case_of_fault(fault)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    library = compiled(case.width, CLUSTER_FAULTS[fault])
+    cluster = 2 if "leaves" in fault or "of its own" in fault else case.splits
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|has ended"):
+        check_cluster(library, case, inputs, want, (-1, 0, 3, 4), cluster)
+
+
+@pytest.mark.parametrize("fault", [None, "weights of another block"])
+def test_splits_script_on_the_model(
+    compiled: Any, fault: str | None, monkeypatch: Any, capsys: Any, request: pytest.FixtureRequest
+) -> None:
+    """It times this source, too, and says which output is wrong."""
+    if not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    path = Path(__file__).parents[1] / "benchmarks/splits_sparse_mla_decode.py"
+    script = runpy.run_path(str(path))
+    library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
+
+    def launch(call: Any, split: Any, products: Any) -> None:
+        run_call(library, call, kernels.cuda_params(call, split)[0], products)
+
+    monkeypatch.setattr(kernels, "_launch_cuda", launch)
+    monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
+    right = script["measure"](CpuClock(), Case(2, 5, 200), torch.device("cpu"), 2, "packed")
+    said = capsys.readouterr().out.splitlines()
+    assert right == (fault is None)
+    assert said[0].startswith("packed: ")
+    assert len([line for line in said if "blocks" in line]) == (7 if fault is None else 4)
 
 
 @pytest.mark.parametrize("heads", [4, 40])
@@ -196,6 +320,25 @@ def test_debug_dump_on_the_model(
     check_debug_script(compiled, "packed", fault, monkeypatch, capsys)
 
 
+def test_places_of_clusters(monkeypatch: Any) -> None:
+    """The GPU is asked for this source's blocks."""
+    asked = []
+
+    def load(package: str, binary: Any, *, entry: str) -> Any:
+        assert entry in binary.entries
+        asked.append(binary.source)
+        return SimpleNamespace(clusters_at_once=lambda n, threads, shared: threads // n)
+
+    monkeypatch.setattr(kernels.launch, "load", load)
+    row = kernels.row_format_of(288)
+    for plan, source in ((kernels.PACKED[3], "packed"), (kernels.WIDE, "kernel")):
+        kernels._places.cache_clear()
+        places = kernels._places(plan, row, torch.device("cpu"))
+        assert places == {1: 132, 2: plan.threads, 4: plan.threads, 8: plan.threads, 16: plan.threads}  # fmt: skip
+        assert asked.pop().endswith(f"{source}.cu")
+    kernels._places.cache_clear()
+
+
 # --- Addresses and numbers ------------------------------------------------------------------------------------------
 
 
@@ -231,6 +374,11 @@ def test_banks(compiled: Any) -> None:
         assert apart([t * width // 4 + g for g, t in lanes])  # V
         for run in range(8):
             assert apart([library.line(4 * run + t) + library.word_of(g) for g, t in lanes])
+        for quarter in range(
+            0, 32, 8
+        ):  # 16 bytes of the output's stage, from dimension 8g on, odd g their upper half first
+            stored = [(2 * t * 516 + 8 * g + g % 2 * 4) for g, t in lanes[quarter : quarter + 8]]
+            assert apart(stored, 4)
         for block in range(8):  # producers
             assert apart(
                 [

@@ -234,8 +234,9 @@ def _processors(device: torch.device) -> int:
 
 @functools.cache
 def _places(plan: Schedule, row: RowFormat, device: torch.device) -> dict[int, int]:
-    """`places` of `split_last_turn` for the Hopper kernel: a block has a multiprocessor, a cluster lies in one GPC, whose size is the chip's."""
-    kernel = launch.load(PACKAGE, source_binary(row.width), entry=plan.entry)
+    """`places` of `split_last_turn` for a Hopper kernel: a block has a multiprocessor, a cluster lies in one GPC, whose size is the chip's."""
+    binary = packed_binary(row.width) if plan in PACKED else source_binary(row.width)
+    kernel = launch.load(PACKAGE, binary, entry=plan.entry)
     shared = plan.shared(row)
     at_once = {n: n * kernel.clusters_at_once(n, plan.threads, shared) for n in CLUSTERS}
     return {1: _processors(device), **{n: blocks for n, blocks in at_once.items() if blocks}}
@@ -739,7 +740,7 @@ def _launch_cuda(
     plan = schedule(call.heads, products)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
-        split = split or _split_of(call, plan, products == "wgmma")
+        split = split or _split_of(call, plan, products in ("wgmma", "packed"))
         params, _parts_kept = cuda_params(call, split, debug)
         if products == "mma":
             arch = launch.architectures(capability)[0]

@@ -4,9 +4,9 @@
 // second kernel, any other fewer parts.
 //
 // Contract of `join_cluster`. Each block has one part of the list and the same heads. Its consumers, kConsumers threads that have all done so, have written
-//   stage [heads][kStageStride]  fp32, what V's products add up to, in units of the tiles, under the block's own largest score and not
+//   stage [heads][kStageStride]  fp32, what V's products add up to, in units of the tiles, with weights under a score of the block's own and not
 //                                divided by any sum; latent value d of head h at [h][d], from whatever fragments the products left it in;
-//   tops [heads], sums [heads]   that largest score, and the sum of the weights; a part without rows has -inf, 0 and zeros,
+//   tops [heads], sums [heads]   that score, the largest or one near it, and the sum of the weights; a part without rows has -inf, 0 and zeros,
 // none of it over what another thread of the block still reads. Each block then reads its share of heads from all of them, and writes
 // output and lse, or those of the part. No block ends before all have read.
 

@@ -24,6 +24,7 @@
 #include "sm90.cuh"
 #endif
 #include "common.cuh"
+#include "join.cuh"
 
 namespace numinous {
 
@@ -190,6 +191,28 @@ __device__ __forceinline__ void write_output(const Params& p, const Work& w, con
       *reinterpret_cast<uint4*>(p.out + first + apart * kLatent) =
           uint4{bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7])};
     }
+  }
+}
+
+// The same, as it is, to the stage of `join_cluster`. Lanes that store 16 bytes together have two times four heads eight banks apart: those in odd
+// places have their upper four values first, which fall between.
+template <int kHeads>
+__device__ __forceinline__ void write_stage(float* stage, const float (&o)[4][kHeads / 2]) {
+  const int thread = threadIdx.x % 128, dim = threadIdx.x / 32 * 64 + threadIdx.x % 32 / 4 * 8;
+  const bool odd = threadIdx.x / 4 % 2 != 0;
+  float* first = stage + head_of(thread, 0) * kStageStride + dim + (odd ? 4 : 0);
+  float* second = stage + head_of(thread, 0) * kStageStride + dim + (odd ? 0 : 4);
+#pragma unroll
+  for (int c = 0; c < kHeads / 4; ++c) {
+    const int at = (c / 2 * 8 + c % 2) * kStageStride, i = c / 2 * 4 + c % 2;
+    float low[4], high[4];
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+      low[tile] = odd ? o[tile][i + 2] : o[tile][i];
+      high[tile] = odd ? o[tile][i] : o[tile][i + 2];
+    }
+    *reinterpret_cast<float4*>(first + at) = float4{low[0], low[1], low[2], low[3]};
+    *reinterpret_cast<float4*>(second + at) = float4{high[0], high[1], high[2], high[3]};
   }
 }
 
@@ -452,8 +475,8 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     if (turn == turns && turn > 0) rise(turn - 1 & 1);
   }
 
-  named_barrier(kAllConsumers, kConsumers);  // P and factors are read
-  float* stat = reinterpret_cast<float*>(shared + S::kP);  // sums [warp of eight][head]
+  named_barrier(kAllConsumers, kConsumers);  // q, all tiles, P and factors are read
+  float* stat = reinterpret_cast<float*>(shared + S::kSums);  // [warp of eight][head]
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
@@ -465,7 +488,12 @@ __device__ __forceinline__ void consume(const Params& p, const Work& w, uint8_t*
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) total += stat[i * kHeads + thread];
-    exponents[thread] = finish(p, w, thread, most[thread], total, true);
+    exponents[thread] = w.blocks == 1 ? finish(p, w, thread, most[thread], total, true) : total;
+  }
+  if (w.blocks > 1) {
+    float* stage = reinterpret_cast<float*>(shared + S::kStage);
+    write_stage<kHeads>(stage, o);
+    return join_cluster(p, w, stage, most, exponents, kHeads);
   }
   named_barrier(kAllConsumers, kConsumers);
   if (w.part < 0) {
@@ -484,10 +512,10 @@ __device__ __forceinline__ void attend(const Params& p) {
   uint8_t* shared = dynamic_shared();
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers;
-  const Work w = work_of(p, kHeads);
-  if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  const Work w = clustered_work_of(p, kHeads);
+  if (p.whole < p.tokens && p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (no_part(p, w, kHeads)) return;
+  if (w.blocks == 1 && no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < S::kCount; ++stage) {
       barrier_init(full + 8 * stage, 4);                // producing warps

@@ -124,6 +124,10 @@ struct PackedPlan {
   static constexpr int kMasks = kChanged + 16;                  // [stage][warp]: which of 16 rows are rows
   static constexpr int kBarriers = kMasks + kCount * 16;        // full[kCount], empty[kCount], weighed[2]
   static constexpr int kBytes = kBarriers + (2 * kCount + 2) * 8 + 1024;  // the last for the start
+  // When all tiles are read:
+  static constexpr int kStage = kQ;                   // output, fp32 [heads][kStageStride], where a cluster joins it
+  static constexpr int kSums = kMost - 8 * kHeads * 4;  // [warp of eight][head]
+  static_assert(kHeads * kStageStride * 4 <= kSums - kStage, "the output's stage does not fit");
   static_assert(kCount >= 4 && kBytes <= 232448, "more shared memory than a block can have");
   static_assert(kPBytes % 1024 == 0 && kStageBytes % 16 == 0 && kBarriers % 8 == 0, "alignment");
 };
