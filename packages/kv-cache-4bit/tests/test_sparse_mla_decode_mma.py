@@ -12,6 +12,7 @@ import torch
 from kv4_block_model import builder, check_debug_script, check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
+from numinous_kv_cache_4bit.kernels.sparse_mla_binaries import BINARIES
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
 from numinous_tooling.testing.kernels import check_graph, check_implementation
 from numinous_tooling.testing.tiers import selection
@@ -106,6 +107,7 @@ def test_plan(compiled: Any) -> None:
     ("capability", "plan", "archs"),
     [
         ((9, 0), kernels.WIDE, ("sm90",)),
+        ((9, 0), kernels.PACKED[-1], ("sm90",)),
         ((10, 0), kernels.HEADS_64, ("sm100", "sm103")),
         ((10, 3), kernels.HEADS_64, ("sm100", "sm103")),
         ((12, 0), kernels.MMA_32, ("sm120",)),
@@ -125,7 +127,7 @@ def test_source_by_gpu(
 
     def load(package: str, binary: Any, *, entry: str) -> Any:
         assert entry in binary.entries
-        assert binary in kernels.BINARIES
+        assert binary in BINARIES
         return lambda *given, **options: launched.append((binary.archs, entry, *given, options))
 
     monkeypatch.setattr(kernels.launch, "load", load)
@@ -140,7 +142,7 @@ def test_source_by_gpu(
     call = kernels._checked(
         inputs["q"], inputs["pool"], 1.0, inputs["index"], None, None, None, 1.0, splits
     )
-    kernels._launch_cuda(call)
+    kernels._launch_cuda(call, products="packed" if plan in kernels.PACKED else None)
     built, name, grid, threads, _, options = launched[0]
     assert built == archs
     if splits is None:  # of the list's 20 tiles, for all multiprocessors

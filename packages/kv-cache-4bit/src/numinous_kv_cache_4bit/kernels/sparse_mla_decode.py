@@ -42,22 +42,21 @@ from numinous_kv_cache_4bit.kernels.codec import (
     scale_value,
     step_value,
 )
+from numinous_kv_cache_4bit.kernels.sparse_mla_binaries import (
+    FORMATS,
+    mma_binary,
+    packed_binary,
+    source_binary,
+    tcgen05_binary,
+)
 from numinous_tooling import launch
 from numinous_tooling.device.convert import decode_bf16, encode_bf16
-from numinous_tooling.formats import (
-    KV4,
-    KV4_NO_ROPE,
-    LATENT_DIM,
-    STOCK_FP8,
-    STOCK_FP8_NO_ROPE,
-    RowFormat,
-)
-from numinous_tooling.workbench import SourceBinary, Tensors, Traffic
+from numinous_tooling.formats import LATENT_DIM, RowFormat
+from numinous_tooling.workbench import Tensors, Traffic
 
 __all__ = ["Decoded", "reference", "row_format_of", "sparse_mla_decode", "traffic"]
 
 PACKAGE = "numinous_kv_cache_4bit"
-FORMATS = (KV4, KV4_NO_ROPE, STOCK_FP8, STOCK_FP8_NO_ROPE)
 PAGE = 64
 MAX_QUERIES, MAX_HEADS = 8, 128
 
@@ -540,73 +539,6 @@ MADE_FOR: dict[tuple[int, int], Products] = {
 
 ON_REQUEST: tuple[Products, ...] = ("mma", "tcgen05")
 """Taken where impl="cuda" asks for them, and nowhere else: no GPU has run them, and no feature proves them at boot as it does WGMMA."""
-
-
-def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
-    """kernel.cu compiled for rows of that many bytes; with `debug` it writes the first tile of block 0."""
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}" + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel.cu",
-        entries=["wide", "narrow_32", "narrow_16", "combine"],
-        archs=("sm90",),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        # Loads past L1, asynchronous products, registers handed over, barriers of a cluster.
-        required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2", "UCGABAR_ARV")},
-        quick=width == KV4.width,
-    )
-
-
-def packed_binary(width: int, *, debug: bool = False) -> SourceBinary:
-    """kernel_packed.cu compiled for 4-bit rows of that many bytes; `debug` as in `source_binary`."""
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}_packed" + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel_packed.cu",
-        entries=["packed_64", "packed_32", "packed_16", "packed_8", "combine"],
-        archs=("sm90",),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        # Asynchronous products and copies, registers handed over.
-        required={"sm90": ("HGMMA", "LDGSTS.E.BYPASS.128", "USETMAXREG", "HMUL2.BF16_V2")},
-        quick=width == KV4.width,
-    )
-
-
-def mma_binary(width: int, arch: str = "sm120", *, debug: bool = False) -> SourceBinary:
-    """kernel_mma.cu likewise; for sm90 it serves the tests only."""
-    products = ("HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4")
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}_mma"
-        + ("" if arch == "sm120" else f"_{arch}")
-        + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel_mma.cu",
-        entries=["mma_32", "mma_16", "combine"],
-        archs=(arch,),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        required={arch: (*products, "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
-        quick=width == KV4.width and arch == "sm120",
-    )
-
-
-def tcgen05_binary(width: int, *, debug: bool = False) -> SourceBinary:
-    """kernel_tcgen05.cu compiled for rows of that many bytes; `debug` as in `source_binary`."""
-    # Products and their commits, tensor memory loaded and stored, and what the Hopper version has.
-    required = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "SYNCS", "LDG.E.NA.128", "HMUL2.BF16_V2")
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}_tcgen05" + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel_tcgen05.cu",
-        entries=["heads_64", "heads_32", "heads_16", "combine"],
-        archs=("sm100", "sm103"),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        required={"sm100": required, "sm103": required},
-        quick=width == KV4.width,
-    )
-
-
-BINARIES = (
-    *(source_binary(row.width) for row in FORMATS),
-    *(packed_binary(row.width) for row in (KV4, KV4_NO_ROPE)),
-    *(mma_binary(row.width, arch) for arch in ("sm120", "sm90") for row in FORMATS),
-    *(tcgen05_binary(row.width) for row in FORMATS),
-)
 
 
 class Schedule(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 
 from numinous_kv_cache_4bit.kernels.codec import requantize_fp8
 from numinous_kv_cache_4bit.kernels.kv4_gather import kv4_gather
+from numinous_kv_cache_4bit.kernels.sparse_mla_binaries import BINARIES
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
-    BINARIES,
     BLOCK_N,
     PAGE,
     Impl,
