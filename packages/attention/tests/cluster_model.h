@@ -69,19 +69,7 @@ namespace numinous {
 inline float divide_fast(float a, float b) { return a / b; }
 
 inline int anew(int v) { return v; }
-inline int cluster_rank() { return int(model::rank()); }
 inline uint32_t in_block(uint32_t at, int rank) { return uint32_t(rank + 1) << 24 | at; }
-
-inline void cluster_barrier() {
-  model::Named& barrier = model::block.named[-1];
-  const unsigned generation = barrier.generation;
-  if (++barrier.arrived == int(model::block.threads)) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-    model::progress();
-  }
-  while (barrier.generation == generation) model::yield();
-}
 
 // A wait that is over at once flushes nothing: the copies may still be under way.
 inline void wait_flushing(uint32_t at, uint32_t parity) {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """First tile of `sparse_mla_decode` (CUDA) against the reference, stage by stage: where a wrong run begins to be wrong.
 
-    python packages/kv-cache-4bit/benchmarks/debug_sparse_mla_decode.py [--width 352] [--heads 64] [--topk 64] [--mma]
+    python packages/kv-cache-4bit/benchmarks/debug_sparse_mla_decode.py [--width 352] [--heads 64] [--topk 64] [--mma | --packed]
 
-On Hopper, `--mma` takes the source that is made for sm120.
+On Hopper, `--mma` takes the source that is made for sm120, `--packed` version 5 (4-bit rows).
 
 Compiles the kernel with NUMINOUS_DEBUG=1 (needs nvcc), runs one query whose list is one tile, and prints for the decoded rows K, the scores S,
 the probabilities P, the output and the lse either that they agree or the first coordinate that does not. A tile of 4-bit rows holds
@@ -88,9 +88,13 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="*", default=[64, 32, 16])
     parser.add_argument("--topk", type=int, default=ROWS, help="1 … 64 rows")
     parser.add_argument("--mma", action="store_true", help="kernel_mma.cu on Hopper, too")
+    parser.add_argument("--packed", action="store_true", help="kernel_packed.cu on Hopper")
     options = parser.parse_args()
     if options.mma:
         kernels.MADE_FOR[9, 0] = "mma"
+    if options.packed:
+        kernels.MADE_FOR[9, 0] = "packed"
+        options.width = [w for w in options.width if not kernels.row_format_of(w).stock]
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() not in kernels.MADE_FOR:
         print(
             "debug_sparse_mla_decode: needs a GPU of sm90, sm100, sm103 or sm120", file=sys.stderr

@@ -2,7 +2,7 @@
 """Where `sparse_mla_decode` spends its cycles: one case in a loop, for Nsight Compute to look at, and a record of what it saw.
 
     python profile_sparse_mla_decode.py --metrics > metrics.txt
-    ncu --clock-control none --csv --print-units base --log-file case.csv --kernel-name 'regex:^(wide|narrow|combine)' \\
+    ncu --clock-control none --csv --print-units base --log-file case.csv --kernel-name 'regex:^(wide|narrow|packed|combine)' \\
         --launch-skip 4 --launch-count 6 --metrics "$(cat metrics.txt)" \\
         python profile_sparse_mla_decode.py --heads 64 --batch 64
     python profile_sparse_mla_decode.py --heads 64 --batch 64 --summary case.csv --evidence [FILE]
@@ -151,11 +151,11 @@ def line(record: dict[str, Any]) -> str:
     return f"{record['provider']}, {record['n']} launches: {', '.join(shown)}; stalls: {', '.join(stalls)}"
 
 
-def loop(case: Case, launches: int, device: torch.device) -> None:
-    """Run the CUDA version that often; the first also compiles."""
+def loop(case: Case, launches: int, device: torch.device, impl: str = "cuda") -> None:
+    """Run a CUDA version that often; the first also compiles."""
     inputs = OP.make_inputs(case, 0, device)
     for _ in range(launches):
-        OP.implementations["cuda"].run(case, inputs)
+        OP.implementations[impl].run(case, inputs)
     if device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -168,6 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=352, help="bytes of a row")
     parser.add_argument("--queries", type=int, default=1, help="of a request")
     parser.add_argument("--splits", type=int, default=0, help="0: the kernel's choice")
+    parser.add_argument("--impl", choices=["cuda", "packed"], default="cuda")
     parser.add_argument("--launches", type=int, default=12)
     parser.add_argument("--metrics", action="store_true", help="print what ncu is to be asked for")
     parser.add_argument("--summary", type=Path, metavar="FILE.csv", help="read what ncu wrote")
@@ -186,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         if not gpu:
             print("profile_sparse_mla_decode: torch sees no GPU", file=sys.stderr)
             return 2
-        loop(case, options.launches, torch.device("cuda"))
+        loop(case, options.launches, torch.device("cuda"), options.impl)
         return 0
     try:
         found = parse_csv(options.summary.read_text("utf-8").splitlines(keepends=True))

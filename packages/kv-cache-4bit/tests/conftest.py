@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes `harness` and `block_model` importable for the tests of this folder (pytest's import mode leaves the folder off the path), and
+"""Makes `harness`, `block_model` and `ptx_model` importable for the tests of this folder (pytest's import mode leaves the folder off the path), and
 fixtures known."""
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _harness = _load("harness")
 _load("block_model")
 _load("nvfp4_harness")
 _load("flashinfer_double")
+_load("ptx_model")
 
 engine, hopper = _harness.engine, _harness.hopper
 native_kernel, reference_kernels = _harness.native_kernel, _harness.reference_kernels

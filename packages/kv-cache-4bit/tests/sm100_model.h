@@ -23,10 +23,6 @@
 
 #include <functional>
 
-inline float __shfl_sync(unsigned, float value, int lane) {
-  return __uint_as_float(model::exchanged(float_as_uint(value), lane));
-}
-
 namespace model {
 
 constexpr uint32_t kLanes = 128, kColumns = 512;
@@ -131,7 +127,7 @@ inline void multiply(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, b
 }
 
 // As in sm90_model.h.
-inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
+inline const char* run_block(void (*run)(), unsigned threads, unsigned shared, unsigned) {
   start_tensor(threads, shared);
   if (const char* fault = run_plain_block(run, threads, shared)) return fault;
   if (!tensor.issued.empty()) return "products that nobody waits for";
@@ -139,8 +135,6 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared) {
 }
 
 }  // namespace model
-
-inline void __syncwarp() {}
 
 namespace numinous {
 

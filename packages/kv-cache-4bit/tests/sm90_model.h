@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A model of one block of sm_90a on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
+// A model of one block of sm_90a, or of a cluster of blocks, on the CPU, in place of csrc/sparse_mla_decode/sm90.cuh: the kernel's source itself runs, one fiber a
 // thread, until each waits for another. What is modelled is what the PTX manual says, written anew: WGMMA's operands read through
 // their descriptors (128-byte swizzle, K-major and MN-major), accumulator fragments, mbarriers with phases, named barriers, shuffles.
 // Products are done when their group is waited for, after all others have run, or, eager, at once: what they read must stand still in between.
+// Operands in registers have to stay as they are until then. Copies of rows are done when the thread waits for their group, or, eager, at once.
 // What is not modelled: proxies, register handover, time. Shared memory starts as NaN. Rows that are asked for in L2 are only counted: one
 // that is not read afterwards is a fault.
 
@@ -36,6 +37,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x, y, z; };
 
 using std::fabs;
+using std::max;
 using std::min;
 
 namespace model {
@@ -49,13 +51,17 @@ struct Block {
   std::vector<std::unique_ptr<char[]>> stacks;
   std::vector<bool> done;
   ucontext_t scheduler;
-  unsigned current = 0, threads = 0;
+  unsigned current = 0, threads = 0, ended = 0;
   unsigned blocks = 1;  // of a cluster, all of whose threads are here, one block's behind the other's
   std::vector<uint8_t> memory;
   std::map<uint32_t, MBarrier> barriers;
   std::map<int, Named> named;
+  std::map<int, bool> any[2];  // what a named barrier is asked, of its generations by turns
   std::vector<Exchange> warps;
   std::vector<std::vector<std::vector<std::function<void()>>>> products;  // of each thread, groups under way; the last is not committed
+  std::vector<std::vector<std::vector<std::function<void()>>>> row_copies;  // likewise
+  std::vector<uint32_t> fragments[2];  // of each thread's last two products with registers: four a thread
+  std::vector<unsigned> fragment_turn;  // of each thread
   std::set<const uint8_t*> asked;  // rows that should be on their way to L2
   long idle = 0, turn = 0;
   bool moved = false;
@@ -111,18 +117,30 @@ struct ThreadIndex {
   struct { operator unsigned() const { return model::block.current % (model::block.threads / model::block.blocks); } } x;
 };
 inline ThreadIndex threadIdx;
-#define blockIdx model::block_index
+struct BlockIndex {  // of a cluster's first block, along x
+  struct { operator unsigned() const { return model::block_index.x + model::rank(); } } x;
+  struct { operator unsigned() const { return model::block_index.y; } } y;
+};
+inline BlockIndex blockIdx;
 
 inline float __uint_as_float(uint32_t bits) { float v; std::memcpy(&v, &bits, 4); return v; }
 inline uint32_t float_as_uint(float v) { uint32_t bits; std::memcpy(&bits, &v, 4); return bits; }
 inline float __shfl_xor_sync(unsigned, float value, int lanes) {
   return __uint_as_float(model::exchanged(float_as_uint(value), (model::block.current % 32) ^ lanes));
 }
+inline float __shfl_sync(unsigned, float value, int lane) { return __uint_as_float(model::exchanged(float_as_uint(value), lane % 32)); }
 inline int __any_sync(unsigned, bool value) {
   uint32_t any = value;
   for (int lanes = 1; lanes < 32; lanes *= 2) any |= model::exchanged(any, (model::block.current % 32) ^ lanes);
   return any != 0;
 }
+inline uint32_t __shfl_sync(unsigned, uint32_t value, int lane) { return model::exchanged(value, lane); }
+inline uint32_t __ballot_sync(unsigned, bool value) {
+  uint32_t all = uint32_t(value) << model::block.current % 32;
+  for (int lanes = 1; lanes < 32; lanes *= 2) all |= model::exchanged(all, (model::block.current % 32) ^ lanes);
+  return all;
+}
+inline void __syncwarp() { model::exchanged(0, 0); }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t both = uint64_t(b) << 32 | a;
   uint32_t v = 0;
@@ -141,6 +159,15 @@ inline void named_barrier(int id, int threads) {
     model::progress();
   }
   while (barrier.generation == generation) model::yield();
+}
+inline bool named_barrier_any(int id, int threads, bool mine) {
+  const int key = id + 16 * int(model::rank());
+  const unsigned generation = model::block.named[key].generation;
+  model::block.any[(generation + 1) % 2][key] = false;
+  bool& all = model::block.any[generation % 2][key];
+  all = all || mine;
+  named_barrier(id, threads);
+  return all;
 }
 }  // namespace numinous
 inline void __syncthreads() { numinous::named_barrier(0, int(model::block.threads / model::block.blocks)); }
@@ -183,6 +210,33 @@ inline void barrier_arrive(uint32_t at) {
 inline void barrier_wait(uint32_t at, uint32_t parity) {
   model::MBarrier& barrier = model::block.barriers.at(model::rank() << 24 | at);
   while (barrier.phase % 2 == parity) model::yield();
+}
+
+inline int cluster_rank() { return int(model::rank()); }
+// Threads that have ended are not waited for.
+inline void cluster_barrier() {
+  model::Named& barrier = model::block.named[-1];
+  const unsigned generation = barrier.generation;
+  ++barrier.arrived;
+  while (barrier.generation == generation) {
+    if (barrier.arrived + int(model::block.ended) < int(model::block.threads)) {
+      model::yield();
+      continue;
+    }
+    barrier.arrived = 0;
+    ++barrier.generation;
+    model::progress();
+  }
+}
+inline void cluster_leave() { cluster_barrier(); }
+inline const float* in_block(const float* p, int rank) {
+  if (rank < 0 || rank >= int(model::block.blocks)) model::fail("no such block of the cluster");
+  const unsigned threads = model::block.threads / model::block.blocks;
+  bool alive = false;
+  for (unsigned i = 0; i < threads && !alive; ++i) alive = !model::block.done[threads * rank + i];
+  if (!alive) model::fail("memory of a block that has ended");
+  const auto size = std::ptrdiff_t(model::block.memory.size() / model::block.blocks);
+  return p + (rank - int(model::rank())) * size / std::ptrdiff_t(sizeof(float));
 }
 
 inline float bf16_value(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
@@ -237,7 +291,36 @@ template <int kBytes> void prefetch_row(const uint8_t* p) {
   }
   ask_together(p, kBytes);
 }
+inline void copy_of_row(uint32_t to, const uint8_t* from, bool there) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) model::fail("misaligned load of a row");
+  uint8_t* at = model::at(to, 16);
+  const auto copy = [=] {
+    if (there) {
+      std::memcpy(at, from, 16);
+    } else {
+      std::memset(at, 0, 16);
+    }
+  };
+  if (model::eager) return copy();
+  model::block.row_copies[model::block.current].back().push_back(copy);
+}
+inline void commit_copies() { model::block.row_copies[model::block.current].emplace_back(); }
+template <int kLeft> void await_copies() {
+  auto& groups = model::block.row_copies[model::block.current];
+  while (groups.size() > kLeft + 1) {
+    for (const auto& copy : groups.front()) copy();
+    groups.erase(groups.begin());
+  }
+}
+template <class T> T from_shared(uint32_t from) {
+  T v;
+  std::memcpy(&v, model::at(from, sizeof v), sizeof v);
+  return v;
+}
+inline uint32_t word_at(uint32_t at) { return from_shared<uint32_t>(at); }
+inline uint2 words_at(uint32_t at) { return from_shared<uint2>(at); }
 inline const uint8_t* settled(const uint8_t* p) { return p; }
+inline int again(int v) { return v; }
 template <class T> void store_shared(uint32_t to, T v) { std::memcpy(model::at(to, sizeof v), &v, sizeof v); }
 
 // Element (outer, inner) of an operand of 16 inner values. PTX ISA, matrix descriptor and canonical layouts of 128-byte swizzle:
@@ -279,6 +362,38 @@ void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool add) {
   model::block.products[model::block.current].back().push_back([&d, a, b, add] { multiply_add<kMnMajorA, kMnMajorB>(d, a, b, add); });
 }
 
+// A fragment of 64 × 16: registers 0 and 2 have row lane / 4, inner values 2 · (lane % 4) and 8 further; 1 and 3 the row 8 below.
+template <int kRegisters> void wgmma_registers(float (&d)[kRegisters], const uint32_t* a, uint64_t b, bool add) {
+  const unsigned current = model::block.current, turn = model::block.fragment_turn[current]++ % 2;
+  auto& fragments = model::block.fragments[turn];
+  std::copy(a, a + 4, fragments.begin() + 4 * current);
+  model::exchanged(0, 0);  // a lane that is ahead writes those of the other turn
+  std::vector<float> rows(32);
+  for (int lane = 0; lane < 4; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t pair = fragments[4 * (current / 4 * 4 + lane) + i];
+      for (int half = 0; half < 2; ++half) rows[i % 2 * 16 + i / 2 * 8 + 2 * lane + half] = bf16_value(uint16_t(pair >> 16 * half));
+    }
+  const std::vector<uint32_t> issued(a, a + 4);
+  const auto product = [&d, a, b, add, rows, issued] {
+    if (!std::equal(issued.begin(), issued.end(), a)) model::fail("an operand in registers changes under way");
+    const int lane = int(model::block.current % 32);
+    for (int i = 0; i < kRegisters; i += 4)
+      for (int c = 0; c < 2; ++c) {
+        float first = add ? d[i + c] : 0.0f, second = add ? d[i + 2 + c] : 0.0f;
+        for (int k = 0; k < 16; ++k) {
+          const float value = operand(b, false, 2 * i + 2 * (lane % 4) + c, k);
+          first += rows[k] * value;
+          second += rows[16 + k] * value;
+        }
+        d[i + c] = first;
+        d[i + 2 + c] = second;
+      }
+  };
+  if (model::eager) return product();
+  model::block.products[current].back().push_back(product);
+}
+
 }  // namespace numinous
 
 namespace model {
@@ -287,7 +402,10 @@ inline void (*body)();
 inline void start() {
   body();
   if (block.products[block.current].size() != 1 || !block.products[block.current].back().empty()) fail("products that nobody waits for");
+  for (const auto& copies : block.row_copies[block.current])
+    if (!copies.empty()) fail("copies that nobody waits for");
   block.done[block.current] = true;
+  ++block.ended;
   progress();
   while (true) yield();
 }
@@ -304,6 +422,9 @@ inline const char* run_block(void (*run)(), unsigned threads, unsigned shared, u
   block.done.assign(threads, false);
   block.warps.resize(threads / 32);
   block.products.assign(threads, std::vector<std::vector<std::function<void()>>>(1));
+  block.row_copies.assign(threads, std::vector<std::vector<std::function<void()>>>(1));
+  for (auto& turn : block.fragments) turn.assign(4 * threads, 0);
+  block.fragment_turn.assign(threads, 0);
   constexpr size_t kStack = 96 * 1024;
   for (unsigned i = 0; i < threads; ++i) {
     block.stacks.emplace_back(new char[kStack]);

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from kv4_ptx_model import FULL, KNOWN, Registers, from_singles, ptx_of, run_ptx, singles
 
+from numinous_kv_cache_4bit.kernels import codec
 from numinous_kv_cache_4bit.kernels.codec import (
     ROWS,
     check_global_scale,
@@ -17,7 +19,8 @@ from numinous_kv_cache_4bit.kernels.codec import (
     stock_fp8_of,
 )
 from numinous_tooling.formats import KV4, KV4_BF16_ROPE, KV4_NO_ROPE, RowFormat
-from numinous_tooling.numerics import quantize_nvfp4
+from numinous_tooling.numerics import decode_e4m3fn, encode_e2m1, quantize_nvfp4
+from numinous_tooling.testing.tensors import assert_bitwise_equal
 
 E2M1_STEPS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -306,3 +309,56 @@ def test_blocks_of_far_scales(block: dict[float, int], codes: tuple[int, int]) -
         for choice in ("amax", "mse")
     )
     assert found == codes
+
+
+# --- The PTX of sm90, on a model of its instructions ----------------------------------------------------------------------
+
+
+def test_the_ptx_of_the_elements() -> None:
+    """Every fp16 number in every place: NaN, inf, zeros of both signs, each tie and its neighbours."""
+    every = torch.arange(2**16).to(torch.int32).to(torch.uint16).view(torch.float16).float()
+    places = [every.roll(shift) for shift in (0, 1, 77, 4096, 12345, 30000, 40000, 65000)]
+    registers: Registers = {f"${1 + at}": from_singles(x) for at, x in enumerate(places)}
+    run_ptx(ptx_of(codec.pack_e2m1, 1), registers)
+    for byte in range(4):
+        even, odd = (encode_e2m1(places[at] * 2.0**14) for at in (byte, byte + 4))
+        got = (registers["$0"] >> (8 * byte) & 0xFF).to(torch.uint8)
+        assert_bitwise_equal(f"byte {byte}", got, even | (odd << 4))
+
+
+def test_the_ptx_of_the_largest() -> None:
+    """Every bf16 number beside others, in both halves."""
+    every = torch.arange(2**16)
+    a, b = every | (every.roll(1234) << 16), every * 40503 % 2**16 | (every.roll(-99) << 16)
+    registers: Registers = {"$1": a, "$2": b}
+    run_ptx(ptx_of(codec._larger_pair), registers)
+    for shift in (0, 16):
+        x, y = ((number >> shift & 0xFFFF) << 16 for number in (a, b))
+        want = torch.maximum(x & 0x7FFFFFFF, y & 0x7FFFFFFF)
+        got = (registers["$0"] >> shift & 0x7FFF) << 16
+        assert torch.equal(got > 0x7F800000, want > 0x7F800000)
+        assert torch.equal(got[want <= 0x7F800000], want[want <= 0x7F800000])
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_the_ptx_of_the_quotient(off: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every scale under many numerators is rounded to nearest, though the reciprocal is off by an ulp; a NaN stays one."""
+    exact = KNOWN["rcp.approx.ftz.f32"]
+    monkeypatch.setitem(KNOWN, "rcp.approx.ftz.f32", lambda a: (exact(a) + off) & FULL)
+    generator = torch.Generator().manual_seed(3)
+    above = 1.0 + torch.rand(2**14, generator=generator)
+    above[:4] = torch.tensor([1.0, 1 + 2.0**-23, 2 - 2.0**-23, 1.5])
+    exponents = torch.randint(-78, 64, (2**14,), generator=generator)
+    exponents[:8:2], exponents[1:8:2] = -78, 63
+    above = torch.ldexp(above, exponents)[:, None].expand(-1, 126)
+    codes = torch.arange(1, 127).expand(2**14, 126)
+    registers: Registers = {"$1": from_singles(above), "$2": codes}
+    run_ptx(ptx_of(codec._quotient), registers)
+    want = above / decode_e4m3fn(codes.to(torch.uint8))
+    assert_bitwise_equal("quotient", singles(registers["$0"]), want)
+    special: Registers = {
+        "$1": from_singles(torch.tensor([1.0, float("nan")])),
+        "$2": torch.tensor([0x7F, 0x38]),
+    }
+    run_ptx(ptx_of(codec._quotient), special)
+    assert bool(singles(special["$0"]).isnan().all())

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from kv4_ptx_model import Registers, halves, ptx_of, run_ptx
 
 from numinous_kv_cache_4bit.kernels import decode_attention_nvfp4 as kernels
 from numinous_kv_cache_4bit.kernels.decode_attention_nvfp4 import (
@@ -97,82 +95,6 @@ def test_decodes_everything(gpu: torch.device) -> None:
     _decodes_every_pair(gpu)
 
 
-Registers = dict[str, torch.Tensor]
-
-
-def _byte(registers: Registers, source: str, second: str, index: int) -> torch.Tensor:
-    value = _operand(registers, source if index < 4 else second)
-    return value >> (8 * (index % 4)) & 0xFF
-
-
-def _operand(registers: Registers, text: str) -> torch.Tensor:
-    return registers[text] if text in registers else torch.tensor(int(text, 0))
-
-
-def _halves(register: torch.Tensor) -> torch.Tensor:
-    parts = torch.stack([register & 0xFFFF, register >> 16], dim=-1)
-    return parts.to(torch.int32).to(torch.uint16).view(torch.float16)
-
-
-def _from_halves(halves: torch.Tensor) -> torch.Tensor:
-    bits = halves.view(torch.uint16).long()
-    return bits[..., 0] | (bits[..., 1] << 16)
-
-
-SIMPLE: dict[str, Callable[..., torch.Tensor]] = {
-    "shr.u32": lambda a, b: a >> b,
-    "shl.b32": lambda a, b: a << b & 0xFFFFFFFF,
-    "and.b32": lambda a, b: a & b,
-    "lop3.b32": lambda a, b, c, table: _lop3(a, b, c, int(table)),
-}
-
-
-def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch.Tensor:
-    """Any function of three bits: bit 4 a + 2 b + c of `table` says what it gives."""
-    made = torch.zeros_like(a)
-    for index in range(8):
-        if table >> index & 1:
-            made |= (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
-    return made & 0xFFFFFFFF
-
-
-def _ptx_of(function: Any) -> str:
-    text = re.search(r'"""(\{.*?)"""', inspect.getsource(function.fn), re.DOTALL)
-    assert text is not None
-    return text.group(1)
-
-
-def _run_ptx(text: str, registers: Registers) -> None:
-    """The instructions that `_planes` and `_pairs` use, by the PTX manual, on 32-bit registers held in int64."""
-    for line in text.replace("\n", " ").strip("{} ").split(";"):
-        name, _, rest = line.strip().partition(" ")
-        if not name or name == ".reg":
-            continue
-        to, *args = [part.strip() for part in re.split(r",(?![^{]*})", rest)]
-        if name == "prmt.b32":
-            value = registers[args[0]]
-            selector = _operand(registers, args[2])
-            made = torch.zeros_like(value)
-            for index in range(4):
-                nibble = selector >> (4 * index) & 15
-                for choice in nibble.unique().tolist():
-                    assert choice < 8, "sign replication"
-                    byte = _byte(registers, args[0], args[1], choice) << (8 * index)
-                    made |= torch.where(nibble == choice, byte, 0)
-            registers[to] = made
-        elif name == "mov.b32":
-            low, high = to.strip("{}").split(",")
-            registers[low.strip()] = registers[args[0]] & 0xFFFF
-            registers[high.strip()] = registers[args[0]] >> 16
-        elif name == "cvt.rn.f16x2.e4m3x2":
-            codes = torch.stack([registers[args[0]] & 0xFF, registers[args[0]] >> 8], dim=-1)
-            registers[to] = _from_halves(decode_e4m3fn(codes.to(torch.uint8)).half())
-        elif name == "mul.rn.f16x2":
-            registers[to] = _from_halves(_halves(registers[args[0]]) * _halves(registers[args[1]]))
-        else:
-            registers[to] = SIMPLE[name](*(_operand(registers, arg) for arg in args))
-
-
 @pytest.mark.parametrize("selector", [kernels.FIRST.value, kernels.SECOND.value])
 def test_the_ptx_of_the_decoding(selector: int) -> None:
     """The text itself, instruction by instruction: every word beside another word, under several scales."""
@@ -184,30 +106,26 @@ def test_the_ptx_of_the_decoding(selector: int) -> None:
         "$5": scales[0] | (scales[1] << 8) | (scales[2] << 16) | (scales[3] << 24),
         "$6": torch.tensor(selector | (selector << 16)),
     }
-    _run_ptx(_ptx_of(kernels._planes), registers)
+    run_ptx(ptx_of(kernels._planes), registers)
     for column in range(4):
-        halves = _halves(registers[f"${column}"]).float()
+        made = halves(registers[f"${column}"]).float()
         for half in (0, 1):
             scale = scales[2 * half + (selector == kernels.SECOND.value)].to(torch.uint8)
             code = (words[half] >> (4 * column)).to(torch.uint8)
             want = decode_e2m1(code) * decode_e4m3fn(scale) * kernels.HELD.value
-            assert_bitwise_equal(
-                f"column {column}, half {half}", halves[:, half], want, any_nan=True
-            )
+            assert_bitwise_equal(f"column {column}, half {half}", made[:, half], want, any_nan=True)
 
 
 def test_the_ptx_of_the_decoding_of_fp8() -> None:
     word = torch.arange(2**16)
     words = (word, word * 40503 % 2**16)
     registers: Registers = {"$2": words[0] | (words[1] << 16)}
-    _run_ptx(_ptx_of(kernels._pairs), registers)
+    run_ptx(ptx_of(kernels._pairs), registers)
     for column in range(2):
-        halves = _halves(registers[f"${column}"]).float()
+        made = halves(registers[f"${column}"]).float()
         for half in (0, 1):
             want = decode_e4m3fn((words[half] >> (8 * column) & 0xFF).to(torch.uint8))
-            assert_bitwise_equal(
-                f"column {column}, half {half}", halves[:, half], want, any_nan=True
-            )
+            assert_bitwise_equal(f"column {column}, half {half}", made[:, half], want, any_nan=True)
 
 
 # --- Splits -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from numinous_kv_cache_4bit.kernels.nvfp4_write import encode, nvfp4_write, reference
+from numinous_kv_cache_4bit.kernels.nvfp4_write import TILE, Tile, encode, nvfp4_write, reference
 from numinous_kv_cache_4bit.workbench.nvfp4_write import OP
 from numinous_tooling.compile import NotAvailable, gate, jit, resources
 from numinous_tooling.numerics import quantize_nvfp4
@@ -112,17 +112,34 @@ def test_every_middle(gpu: torch.device) -> None:
     _middles_as_the_reference(gpu)
 
 
-@pytest.mark.tier("device")
-def test_random_bits(gpu: torch.device) -> None:
-    """Every bf16 bit pattern is equally likely: NaN, inf and subnormals among them."""
-    bits = torch.randint(-(2**15), 2**15, (20000, 8, 64), dtype=torch.int16, device=gpu)
-    x, loc = bits.view(torch.bfloat16), torch.arange(1, 20001, device=gpu)
+def _random_bits(device: torch.device, count: int) -> None:
+    """Every bf16 bit pattern is equally likely: NaN, inf and subnormals among them. So many blocks that programs take turns."""
+    bits = torch.randint(-(2**15), 2**15, (count, 8, 64), dtype=torch.int16, device=device)
+    x, loc = bits.view(torch.bfloat16), torch.arange(1, count + 1, device=device)
     for scale in (1.0, 0.013, 3.3e9):
-        got, want = _buffers(20001, 8, gpu), _buffers(20001, 8, gpu)
-        nvfp4_write(x, x, loc, *got, k_global_scale=scale, v_global_scale=torch.full((1,), scale, device=gpu))  # fmt: skip
-        reference(x, x, loc, *want, k_global_scale=scale, v_global_scale=scale)
+        scales = {"k_global_scale": scale, "v_global_scale": torch.full((1,), scale, device=device)}
+        got, want = _buffers(count + 1, 8, device), _buffers(count + 1, 8, device)
+        nvfp4_write(x, x, loc, *got, **scales)
+        reference(x, x, loc, *want, **scales)
         for index, pair in enumerate(zip(got, want, strict=True)):
             assert_bitwise_equal(f"buffer {index}", *pair)
+        fp8 = torch.zeros(2, count + 1, 8, 64, dtype=torch.uint8, device=device)
+        for function, keys, (_, v, _, v_scales) in (
+            (nvfp4_write, fp8[0], got),
+            (reference, fp8[1], want),
+        ):
+            function(x, x, loc, keys, v, None, v_scales, **scales)
+        assert_bitwise_equal("keys in FP8", *fp8)
+
+
+@pytest.mark.tier("interpret")
+def test_random_bits_interpreted() -> None:
+    _random_bits(torch.device("cpu"), 13)
+
+
+@pytest.mark.tier("device")
+def test_random_bits(gpu: torch.device) -> None:
+    _random_bits(gpu, 20000)
 
 
 def _blocks_to_search(device: torch.device, count: int) -> torch.Tensor:
@@ -152,11 +169,11 @@ def _blocks_to_search(device: torch.device, count: int) -> torch.Tensor:
     return x.to(torch.bfloat16).view(-1, 1, 64)
 
 
-def _searches_as_numerics(device: torch.device, count: int) -> None:
+def _searches_as_numerics(device: torch.device, count: int, tile: Tile = TILE) -> None:
     x = _blocks_to_search(device, count)
     loc = torch.arange(1, len(x) + 1, device=device)
     got = _buffers(len(x) + 1, device=device)
-    nvfp4_write(x, x * 2.0**9, loc, *got, v_global_scale=2.0**9, scale_choice="mse")
+    nvfp4_write(x, x * 2.0**9, loc, *got, v_global_scale=2.0**9, scale_choice="mse", tile=tile)
     packed, codes = quantize_nvfp4(x, scale_choice="mse")
     for index, want in enumerate((packed, packed, codes, codes)):
         assert_bitwise_equal(f"buffer {index}", got[index][1:], want)
@@ -165,9 +182,9 @@ def _searches_as_numerics(device: torch.device, count: int) -> None:
 
 
 @pytest.mark.tier("interpret")
-def test_search_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("numinous_kv_cache_4bit.kernels.nvfp4_write.TILE", 4096)
-    _searches_as_numerics(torch.device("cpu"), 4000)
+def test_search_interpreted() -> None:
+    # The interpreter takes as long for a program of 4096 blocks as for one of 128.
+    _searches_as_numerics(torch.device("cpu"), 4000, Tile(4096, 4))
 
 
 @pytest.mark.tier("device")

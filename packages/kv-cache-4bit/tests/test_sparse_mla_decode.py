@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import runpy
 import sys
 from collections.abc import Iterable
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import kv4_block_model as block_model
@@ -15,7 +17,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kv4_block_model import check_no_rows, run_model
+from kv4_block_model import CLUSTERED, JOIN_FAULTS, PARTS, case_of_fault, check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
 from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
@@ -24,6 +26,7 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     split_last_turn,
 )
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
+from numinous_tooling.bench.clocks import CpuClock
 from numinous_tooling.formats import join_steps, steps_of
 from numinous_tooling.numerics import dequantize_int8
 from numinous_tooling.testing.kernels import KernelTests
@@ -73,12 +76,14 @@ MODELLED = [
 ]
 
 
-def check_orders(library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int]) -> None:
-    """Right with each of these warpgroups slower than the others; -1: none."""
+def check_orders(
+    library: Any, case: Case, inputs: Any, want: Any, slow: Iterable[int], cluster: int = 1
+) -> None:
+    """Right with each of these warpgroups slower than the others, of all blocks of a cluster; -1: none."""
     try:
         for group in slow:
             library.be_slow(group)
-            OP.compare(case, run_model(library, case, inputs), want)
+            OP.compare(case, run_model(library, case, inputs, cluster=cluster), want)
     finally:
         library.be_slow(-1)
 
@@ -100,10 +105,69 @@ def test_source_on_the_model(compiled: Any, case: Case, request: pytest.FixtureR
 
 
 @pytest.mark.parametrize("heads", [5, 20, 40])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_no_rows_under_any_q_on_the_model(compiled: Any, heads: int, splits: int) -> None:
+@pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 1), (4, 4)])
+def test_no_rows_under_any_q_on_the_model(
+    compiled: Any, heads: int, splits: int, cluster: int
+) -> None:
     """Rows that a batch is padded with hold anything in q, NaN and infinity too."""
-    check_no_rows(compiled(352), heads, splits, "wgmma")
+    check_no_rows(compiled(352), heads, splits, "wgmma", cluster)
+
+
+@pytest.mark.parametrize("case", PARTS, ids=case_id)
+def test_clusters_leave_parts_on_the_model(compiled: Any, case: Case) -> None:
+    """More splits than the cluster has blocks: each cluster leaves a part."""
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    check_orders(compiled(case.width), case, inputs, want, (-1, 0, 5), PARTS[case])
+
+
+@pytest.mark.parametrize("case", CLUSTERED, ids=case_id)
+def test_clusters_on_the_model(compiled: Any, case: Case, request: pytest.FixtureRequest) -> None:
+    """Splits of a list that are a cluster. Under --full each block is slower than the others, too."""
+    full = selection(request.config).full
+    if case.width != 352 and not full:
+        pytest.skip("not in the quick selection: --full compiles and runs other rows")
+    library, inputs = compiled(case.width), OP.make_inputs(case, 0, torch.device("cpu"))
+    groups = range(-1, 4 * case.splits) if full and case.splits <= 4 else (-1, 0, 5)
+    check_orders(library, case, inputs, OP.reference(case, inputs), groups, case.splits)
+
+
+def test_clusters_write_the_same_bits_on_the_model(compiled: Any) -> None:
+    """Whoever is slower; and what parts in memory are joined to within a rounding."""
+    library, case = compiled(352), Case(1, 40, 330, splits=4, sink=True, pattern="edges")
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    parts = run_model(library, case, inputs)
+    made = run_model(library, case, inputs, cluster=4)
+    library.be_slow(9)
+    try:
+        again = run_model(library, case, inputs, cluster=4)
+    finally:
+        library.be_slow(-1)
+    for name in ("out", "lse"):
+        assert torch.equal(made[name], again[name])
+        torch.testing.assert_close(made[name], parts[name], rtol=2**-7, atol=1e-6)
+
+
+CLUSTER_FAULTS = {
+    **JOIN_FAULTS,
+    "the stage is divided already": ("      factor[r] = 1.0f;", "      factor[r] = p.out_scale / total;"),
+    "a part without rows keeps its maximum": ("        maxima[head] = most[r];\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CLUSTER_FAULTS)
+def test_faults_of_clusters_on_the_model(
+    compiled: Any, fault: str, request: pytest.FixtureRequest
+) -> None:
+    if fault != "nobody waits for the other blocks" and not selection(request.config).full:
+        pytest.skip("not in the quick selection: --full compiles and runs it")
+    case = case_of_fault(fault)
+    inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+    want = OP.reference(case, inputs)
+    library = compiled(case.width, CLUSTER_FAULTS[fault])
+    cluster = 2 if "leaves" in fault or "of its own" in fault else case.splits
+    with pytest.raises(AssertionError, match=r"out|lse|threads wait|has ended"):
+        check_orders(library, case, inputs, want, (-1, 0, 4, 5), cluster)
 
 
 def test_rows_asked_for_on_the_model(compiled: Any) -> None:
@@ -144,8 +208,14 @@ def test_whole_and_split_lists_on_the_model(compiled: Any, heads: int, whole: in
     """The first tokens' blocks write the output, the others' parts; 70 heads are two blocks of a list."""
     case = Case(3, heads, 140, splits=2, sink=True, pattern="edges")
     inputs = OP.make_inputs(case, 0, torch.device("cpu"))
-    got = run_model(compiled(352), case, inputs, whole=whole)
-    OP.compare(case, got, OP.reference(case, inputs))
+    want = OP.reference(case, inputs)
+    OP.compare(case, run_model(compiled(352), case, inputs, whole=whole), want)
+    # Clusters of whole lists in front of those that join, all of a list or two parts.
+    for splits in (2, 4):
+        case = Case(4, heads, 140, splits=splits, sink=True, pattern="edges")
+        inputs = OP.make_inputs(case, 0, torch.device("cpu"))
+        got = run_model(compiled(352), case, inputs, whole=2, cluster=2)
+        OP.compare(case, got, OP.reference(case, inputs))
 
 
 QUICK_FAULTS = (
@@ -193,7 +263,7 @@ FAULTS = {
     "rows of another tile are asked for": ("prefetch(later);", "prefetch(first);"),
     "groups do not meet": ("joined.rise(fmaxf(joined.most, other.most));", "break;"),
     "parts that nobody wrote are joined": ("if (own[i] != -kInf) joined.add", "joined.add"),
-    "the last split ends early": ("return int(uint32_t(tiles) * uint32_t(split) / uint32_t(splits));", "return tiles / splits * split;"),
+    "the last split ends early": ("w.end = int(split_up(tiles * (split + 1)))", "w.end = int(split_up(tiles) * (split + 1))"),
 }  # fmt: skip
 
 
@@ -224,6 +294,44 @@ def test_debug_dump_on_the_model(
         pytest.skip("not in the quick selection: --full compiles and runs it")
     fault = FAULTS["a row of scales too far"]
     block_model.check_debug_script(compiled, "wgmma", fault, monkeypatch, capsys)
+
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks/splits_sparse_mla_decode.py"
+
+
+@pytest.mark.parametrize("fault", [None, "weights of another block"])
+def test_splits_script_on_the_model(
+    compiled: Any, fault: str | None, monkeypatch: Any, capsys: Any
+) -> None:
+    """It launches each split with each cluster, says which is the kernel's choice, and which output is wrong."""
+    script = runpy.run_path(str(SCRIPT))
+    library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
+
+    def launch(call: Any, split: Any, products: Any) -> None:
+        params, _parts_kept = kernels.cuda_params(call, split)
+        block_model.run_call(library, call, params)
+
+    monkeypatch.setattr(kernels, "_launch_cuda", launch)
+    monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
+    right = script["measure"](CpuClock(), Case(2, 5, 200), torch.device("cpu"), 2, "wgmma")
+    said = capsys.readouterr().out.splitlines()
+    assert right == (fault is None)
+    lines = [line for line in said if "blocks" in line]
+    # 1, 2, 3 and 4 splits by parts, 2 and 4 in clusters of two, 4 in one of four.
+    assert len(lines) == (7 if fault is None else 4)
+    assert len(said) == 8
+    assert fault or [line[0] for line in lines].count("*") == 1
+
+
+def test_places_of_clusters(monkeypatch: Any) -> None:
+    """As many blocks as the GPU says that it runs, and no cluster of which it runs none."""
+    counts = {2: 66, 4: 31, 8: 15, 16: 0}
+    kernel = SimpleNamespace(clusters_at_once=lambda n, threads, shared: counts[n])
+    monkeypatch.setattr(kernels.launch, "load", lambda *_, **__: kernel)
+    row, device = kernels.row_format_of(352), torch.device("cpu")
+    kernels._places.cache_clear()
+    assert kernels._places(kernels.WIDE, row, device) == {1: 132, 2: 132, 4: 124, 8: 120}
+    kernels._places.cache_clear()
 
 
 # --- Addresses and numbers ------------------------------------------------------------------------------------------
@@ -351,18 +459,41 @@ def test_choose_splits() -> None:
 
 def test_split_last_turn() -> None:
     """What fills turns of 132 is whole; of the rest a split where it ends sooner."""
-    assert split_last_turn(128, 1, 32, 132) == (128, 1)
-    assert split_last_turn(132, 1, 32, 132) == (132, 1)
-    assert split_last_turn(140, 1, 32, 132) == (132, choose_splits(8, 32, 132))
-    assert split_last_turn(64, 1, 32, 132) == (0, 2)
-    assert split_last_turn(128, 2, 32, 132) == (128, 1)
-    assert split_last_turn(67, 2, 32, 132) == (66, choose_splits(2, 32, 132))
+    parts = {1: 132}
+    assert split_last_turn(128, 1, 32, parts) == (128, 1, 1)
+    assert split_last_turn(132, 1, 32, parts) == (132, 1, 1)
+    assert split_last_turn(140, 1, 32, parts) == (132, choose_splits(8, 32, 132), 1)
+    assert split_last_turn(64, 1, 32, parts) == (0, 2, 1)
+    assert split_last_turn(128, 2, 32, parts) == (128, 1, 1)
+    assert split_last_turn(67, 2, 32, parts) == (66, choose_splits(2, 32, 132), 1)
     for tokens in range(1, 300):
         for groups in (1, 2, 4):
-            whole, splits = split_last_turn(tokens, groups, 32, 132)
+            whole, splits, cluster = split_last_turn(tokens, groups, 32, parts)
             assert 0 <= whole <= tokens
+            assert cluster == 1
             assert (whole == tokens) == (splits == 1)
             assert whole == tokens or whole * groups > (tokens * groups // 132 - 1) * 132
+            if whole < tokens:
+                assert splits == choose_splits((tokens - whole) * groups, 32, 132)
+
+
+def test_split_over_clusters() -> None:
+    """With 132 multiprocessors in GPCs of 16 and 18: as many blocks as clusters have room for, whole lists in whole clusters."""
+    h200 = {1: 132, 2: 132, 4: 128, 8: 128, 16: 128}
+    assert split_last_turn(128, 1, 32, h200) == (128, 1, 1)
+    assert split_last_turn(64, 1, 32, h200) == (0, 2, 2)
+    assert split_last_turn(32, 1, 32, h200) == (0, 4, 4)
+    # GPCs of other sizes: 32 clusters of four would not all run at once.
+    assert split_last_turn(32, 1, 32, {1: 132, 2: 132, 4: 124, 8: 120})[2] < 4
+    # A list of millions: more parts than a cluster has.
+    assert split_last_turn(1, 1, 3000, h200) == (0, 64, 2)
+    for tokens in range(1, 300):
+        for groups in (1, 2):
+            for tiles in (1, 3, 32, 200):
+                whole, splits, cluster = split_last_turn(tokens, groups, tiles, h200)
+                assert (whole == tokens) == (splits == 1)
+                assert splits % cluster == 0
+                assert whole * groups % cluster == 0
 
 
 # --- Peers ----------------------------------------------------------------------------------------------------------
@@ -429,6 +560,7 @@ def test_peers(width: int, monkeypatch: Any) -> None:
         ({"splits": 65}, ValueError, "splits is 1"),
         ({"impl": "hip"}, ValueError, "impl is"),
         ({"impl": "cuda"}, NotImplementedError, "needs tensors on an NVIDIA GPU"),
+        ({"impl": "packed"}, NotImplementedError, "impl='packed' needs tensors on an NVIDIA GPU"),
     ],
 )  # fmt: skip
 def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -447,11 +579,14 @@ def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> 
 
 
 @pytest.mark.tier("device")
-@pytest.mark.parametrize("impl", ["cuda", "triton"])
+@pytest.mark.parametrize("impl", ["cuda", "packed", "triton"])
 def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
     """Rows behind byte 2^31 of a pool."""
-    if impl == "cuda" and torch.cuda.get_device_capability(gpu) not in kernels.MADE_FOR:
+    capability = torch.cuda.get_device_capability(gpu)
+    if impl == "cuda" and capability not in kernels.MADE_FOR:
         pytest.skip("cuda is not made for this compute capability")
+    if impl == "packed" and kernels.MADE_FOR.get(capability) != "wgmma":
+        pytest.skip("packed is made for Hopper")
     pool = big_pool((352,), torch.uint8, gpu)
     case = Case(1, 64, 100)
     inputs = OP.make_inputs(case, 0, gpu)
@@ -463,12 +598,15 @@ def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
 
 @pytest.mark.tier("device", archs=("sm90", "sm100", "sm103", "sm120"))
 @pytest.mark.parametrize("heads", [16, 32, 64])
-def test_splits_agree(heads: int, gpu: torch.device) -> None:
+@pytest.mark.parametrize("impl", ["cuda", "packed"])
+def test_splits_agree(impl: kernels.Impl, heads: int, gpu: torch.device) -> None:
     """Every number of splits gives the same within rounding, each the same bits every time."""
     case = Case(2, heads, 2048)
     inputs = OP.make_inputs(case, 0, gpu)
     want = OP.reference(case, inputs)
-    for splits in (1, 2, 3, 8, 31, 32, 33, 64):
+    if impl == "packed" and kernels.MADE_FOR[torch.cuda.get_device_capability(gpu)] != "wgmma":
+        pytest.skip("packed is made for Hopper")
+    for splits in (1, 2, 3, 4, 8, 16, 31, 32, 33, 64):
         first, again = (
             sparse_mla_decode(
                 inputs["q"],
@@ -476,7 +614,7 @@ def test_splits_agree(heads: int, gpu: torch.device) -> None:
                 sm_scale=SM_SCALE,
                 index=inputs["index"],
                 splits=splits,
-                impl="cuda",
+                impl=impl,
             )
             for _ in range(2)
         )

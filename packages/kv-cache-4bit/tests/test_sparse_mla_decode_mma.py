@@ -12,6 +12,7 @@ import torch
 from kv4_block_model import builder, check_debug_script, check_no_rows, run_model
 
 from numinous_kv_cache_4bit.kernels import sparse_mla_decode as kernels
+from numinous_kv_cache_4bit.kernels.sparse_mla_binaries import BINARIES
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, Case
 from numinous_tooling.testing.kernels import check_graph, check_implementation
 from numinous_tooling.testing.tiers import selection
@@ -106,13 +107,14 @@ def test_plan(compiled: Any) -> None:
     ("capability", "plan", "archs"),
     [
         ((9, 0), kernels.WIDE, ("sm90",)),
+        ((9, 0), kernels.PACKED[-1], ("sm90",)),
         ((10, 0), kernels.HEADS_64, ("sm100", "sm103")),
         ((10, 3), kernels.HEADS_64, ("sm100", "sm103")),
         ((12, 0), kernels.MMA_32, ("sm120",)),
     ],
     ids=lambda value: getattr(value, "entry", None),
 )
-@pytest.mark.parametrize("splits", [1, 3, None])
+@pytest.mark.parametrize("splits", [1, 3, 8, None])
 def test_source_by_gpu(
     capability: tuple[int, int],
     plan: kernels.Schedule,
@@ -125,29 +127,38 @@ def test_source_by_gpu(
 
     def load(package: str, binary: Any, *, entry: str) -> Any:
         assert entry in binary.entries
-        assert binary in kernels.BINARIES
+        assert binary in BINARIES
         return lambda *given, **options: launched.append((binary.archs, entry, *given, options))
 
     monkeypatch.setattr(kernels.launch, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(kernels, "_processors", lambda device: 188)
+    hopper = capability == (9, 0)
+    places = {1: 188, 2: 188, 4: 184, 8: 160} if hopper else {1: 188}
+    monkeypatch.setattr(kernels, "_places", lambda *_: places)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     inputs = OP.make_inputs(Case(3, 64, 1280), 0, torch.device("cpu"))
     call = kernels._checked(
         inputs["q"], inputs["pool"], 1.0, inputs["index"], None, None, None, 1.0, splits
     )
-    kernels._launch_cuda(call)
+    kernels._launch_cuda(call, products="packed" if plan in kernels.PACKED else None)
     built, name, grid, threads, _, options = launched[0]
     assert built == archs
     if splits is None:  # of the list's 20 tiles, for all multiprocessors
-        splits = kernels.choose_splits(3 * 64 // plan.heads, 20, 188)
+        splits = kernels.split_last_turn(3, 64 // plan.heads, 20, places).splits
         assert splits > 1
+    cluster = (splits,) if splits in places and splits > 1 else None
     assert (name, grid, threads) == (plan.entry, (3 * splits * 64 // plan.heads,), plan.threads)
-    assert options == {"shared": plan.shared(call.row), "stream": 7, "pdl": False}
+    assert options == {
+        "shared": plan.shared(call.row),
+        "stream": 7,
+        "pdl": False,
+        "cluster": cluster,
+    }
     joins = [(one[1], one[2], one[5]) for one in launched[1:]]
-    pdl = {"shared": 0, "stream": 7, "pdl": True}
-    assert joins == [("combine", (3 * 64,), pdl)] * (splits > 1)
+    pdl = {"shared": 0, "stream": 7, "pdl": True, "cluster": None}
+    assert joins == [("combine", (3 * 64,), pdl)] * (splits > 1 and cluster is None)
 
 
 # --- On the GPU -----------------------------------------------------------------------------------------------------

@@ -129,7 +129,12 @@ def test_debug_dump_on_the_model(
     library = changed(define, define.replace("#include", "#define NUMINOUS_DEBUG 1\n#include"))
 
     def launch(call: Any, dump: torch.Tensor) -> None:
-        run_call(library, call, kernels.cuda_params(call, call.tokens, 1, dump)[0], "tcgen05")
+        run_call(
+            library,
+            call,
+            kernels.cuda_params(call, kernels.Split(call.tokens, 1), dump)[0],
+            "tcgen05",
+        )
 
     monkeypatch.setattr(kernels, "_launch_cuda", launch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

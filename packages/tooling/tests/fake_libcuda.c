@@ -99,6 +99,17 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction fun
   *blocks = 2048 / block;
   return function == (CUfunction)0x44 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
+CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *c) {
+  unsigned cluster = 0;
+  for (unsigned i = 0; i < c->numAttrs; i++) {
+    if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return CUDA_ERROR_INVALID_VALUE;
+    cluster = c->attrs[i].value.clusterDim.x;
+  }
+  NOTE("clusters of %u, %u %u shared %u\n", cluster, c->gridDimX, c->blockDimX, c->sharedMemBytes);
+  if (cluster > 16) return (CUresult)912;
+  *clusters = cluster ? 132 / cluster : -1;
+  return function == (CUfunction)0x44 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
 CUresult cuKernelGetAttribute(int *value, CUfunction_attribute what, CUkernel kernel, CUdevice device) {
   *value = 1024;
   return what == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;

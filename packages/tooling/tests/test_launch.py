@@ -163,6 +163,25 @@ def test_occupancy_is_asked_for_once(driver: Driver, package: Path) -> None:
     ]
 
 
+def test_clusters_are_counted_once(driver: Driver, package: Path) -> None:
+    """More than 8 blocks are allowed first, for a count as for a launch; a cluster that no GPU has counts as none."""
+    kernel = launch.load("numinous_toy", "toy", entry="scale")
+    uses = ((2, 128), (2, 128), (16, 256, 100_000), (32, 256))
+    assert [kernel.clusters_at_once(*use) for use in uses] == [66, 66, 8, 0]
+    assert driver.lines[-5:] == [
+        "clusters of 2, 2 128 shared 0",
+        "attribute 8=100000 device 0",
+        "attribute 14=1 device 0",
+        "clusters of 16, 16 256 shared 100000",
+        "clusters of 32, 32 256 shared 0",
+    ]
+    other = launch.Kernel(kernel._driver, 0x22, "scale")
+    for cluster in ((8,), (2, 4), (4, 4), (16,)):
+        other((16, 16), 32, ARGS, stream=0, cluster=cluster)
+    said = [line.split()[0] for line in driver.lines[-5:]]
+    assert said == ["launch", "launch", "attribute", "launch", "launch"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

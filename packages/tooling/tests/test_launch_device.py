@@ -102,6 +102,20 @@ def test_occupancy(package: Path) -> None:
     assert kernel.blocks_per_processor(256, 90_000) in (1, 2)
 
 
+def test_clusters_at_once(package: Path) -> None:
+    """A cluster lies in one GPC, and a block with as much shared memory as there is has a multiprocessor."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("clusters of Hopper")
+    kernel = toy("reverse")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    counts = {n: kernel.clusters_at_once(n, 512, 232_000) for n in (1, 2, 4, 8, 16)}
+    print(counts)
+    assert counts[1] == processors
+    assert all(n * count <= processors for n, count in counts.items())
+    assert all(counts[n] >= 2 * counts[2 * n] for n in (1, 2, 4, 8))
+    assert counts[8] >= 1
+
+
 def test_grids_and_clusters(package: Path) -> None:
     kernel = toy("place")
     for grid, cluster in (((4, 3, 2), None), ((4, 3, 2), (2,)), ((4, 4), (2, 4, 1))):

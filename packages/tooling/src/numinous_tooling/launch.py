@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -31,12 +32,13 @@ from numinous_tooling.workbench import SourceBinary
 
 LIBCUDA = "libcuda.so.1"
 
-_INVALID_VALUE, _INVALID_CONTEXT = 1, 201
-_SHARED_SIZE, _MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
+_INVALID_VALUE, _INVALID_CONTEXT, _INVALID_CLUSTER = 1, 201, 912
+_SHARED_SIZE, _MAX_DYNAMIC_SHARED, _ANY_CLUSTER = 1, 8, 14  # CUfunction_attribute
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 _CAPTURE_RELAXED = 2
 _CLUSTER, _PDL = 4, 6  # CUlaunchAttributeID; 0 is an entry that the driver ignores
 _SHARED_WITHOUT_OPT_IN = 48 * 1024
+_CLUSTER_WITHOUT_OPT_IN = 8
 _FORKED = "CUDA was initialised before this process was forked; start it by spawn"
 _VALUES = (ctypes._SimpleCData, ctypes.Structure, ctypes.Array)
 
@@ -70,6 +72,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncLoad": (c_void_p,),
     "cuKernelGetParamInfo": (c_void_p, c_size_t, POINTER(c_size_t), POINTER(c_size_t)),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
+    "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, c_void_p),
     "cuKernelGetAttribute": (POINTER(c_int), c_int, c_void_p, c_int),
     "cuKernelSetAttribute": (c_int, c_int, c_void_p, c_int),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -98,9 +101,13 @@ class _Driver:
 
     def call(self, name: str, *arguments: Any, doing: str = "") -> None:
         """Call a function; raises RuntimeError unless it answers CUDA_SUCCESS."""
-        code = getattr(self._lib, name)(*arguments)
+        code = self.code(name, *arguments)
         if code != 0:
             raise RuntimeError(f"{doing or name}: {self.error(code)}")
+
+    def code(self, name: str, *arguments: Any) -> int:
+        """Call a function for its CUresult."""
+        return int(getattr(self._lib, name)(*arguments))
 
     def error(self, code: int) -> str:
         """Name and text of a CUresult."""
@@ -227,10 +234,12 @@ class Kernel:
             driver.call("cuFuncLoad", driver.handle("cuKernelGetFunction", handle))
         self._handle = c_void_p(handle)
         self._blocks: dict[tuple[int, int, int], int] = {}
+        self._clusters: dict[tuple[int, int, int, int], int] = {}
         self.parameters = driver.parameters(handle)
         static = driver.number("cuKernelGetAttribute", _SHARED_SIZE, handle, driver.device())
         self._shared_free = _SHARED_WITHOUT_OPT_IN - static
         self._shared_allowed: dict[int, int] = {}
+        self._any_cluster: set[int] = set()  # devices
         self._frames: list[_Frame] = []
         self._lock = threading.Lock()
 
@@ -256,7 +265,8 @@ class Kernel:
             stream: handle, for example ``torch.cuda.current_stream().cuda_stream``.
             pdl: programmatic stream serialisation: may start before the kernel ahead of it has ended, and has to wait
                 with ``griddepcontrol.wait`` before it touches memory.
-            cluster: blocks of a cluster along x, y, z; None where the kernel fixes it or has none.
+            cluster: blocks of a cluster along x, y, z; None where the kernel fixes it or has none. More than 8 in all where
+                `clusters_at_once` is not 0.
 
         Raises:
             TypeError: the arguments do not fit the kernel.
@@ -266,6 +276,8 @@ class Kernel:
             raise TypeError(f"{self.name} takes {len(self.parameters)} arguments, got {len(args)}")
         if shared > self._shared_free:
             self._allow_shared(shared)
+        if cluster:
+            self._allow_cluster(math.prod(cluster))
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -314,11 +326,43 @@ class Kernel:
             self._blocks[key] = self._driver.number(name, function, block, shared)
         return self._blocks[key]
 
+    def clusters_at_once(self, cluster: int, block: int, shared: int = 0) -> int:
+        """Clusters of `cluster` blocks along x that the device runs at once, each within a group of its multiprocessors (GPC); 0 where
+        none fits. `block` and `shared` as in `blocks_per_processor`."""
+        key = (self._driver.device(), cluster, block, shared)
+        if key not in self._clusters:
+            if shared > self._shared_free:
+                self._allow_shared(shared)
+            self._allow_cluster(cluster)
+            frame = _Frame(0)
+            frame.configure((cluster,), block, shared, 0, False, (cluster,))
+            # The cluster alone: no document says that the query ignores what a launch ignores.
+            frame.config.attributes = addressof(frame.attributes) + sizeof(_Attribute)
+            frame.config.attribute_count = 1
+            function = self._driver.handle("cuKernelGetFunction", self._handle)
+            name, count = "cuOccupancyMaxActiveClusters", c_int()
+            code = self._driver.code(name, byref(count), function, frame.reference)
+            if code not in (0, _INVALID_CLUSTER):
+                raise RuntimeError(f"{name}: {self._driver.error(code)}")
+            self._clusters[key] = count.value if code == 0 else 0
+        return self._clusters[key]
+
     def _misfit(self, index: int, got: str) -> str:
         return (
             f"argument {index} of {self.name} has {self.parameters[index]} bytes, got {got}; "
             "give a tensor, None or a ctypes value"
         )
+
+    def _allow_cluster(self, blocks: int) -> None:
+        if blocks <= _CLUSTER_WITHOUT_OPT_IN:
+            return
+        device = self._driver.device()
+        if device not in self._any_cluster:
+            doing = f"{self.name} asks for clusters of {blocks} blocks on device {device}"
+            self._driver.call(
+                "cuKernelSetAttribute", _ANY_CLUSTER, 1, self._handle, device, doing=doing
+            )
+            self._any_cluster.add(device)
 
     def _allow_shared(self, shared: int) -> None:
         device = self._driver.device()

@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from numinous_tooling.device.convert import decode_e4m3fn, encode_e4m3fn
+from numinous_tooling.device.convert import encode_e4m3fn
 from numinous_tooling.formats import (
     KV4,
     KV4_BF16_ROPE,
@@ -133,6 +133,29 @@ def native(device: torch.device) -> int:
 
 
 @triton.jit
+def behind_loads(number, NATIVE: tl.constexpr):
+    """`number`, fp32, known when all threads of the program have issued the loads ahead of this: what is computed with it comes behind them.
+
+    The assembler would else move the loads of the next turn behind the arithmetic of this one, into the same registers. PTX: a barrier that also says
+    whether a condition holds in any thread; the one asked for never does, but only the barrier knows.
+    """
+    if NATIVE > 0:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred p, q; .reg .u32 n;
+            mov.u32 n, %ntid.y; setp.eq.u32 q, n, 0; barrier.cta.red.or.pred p, 0, q; selp.f32 $0, 0f7FFFFFFF, $1, p;
+            }""",
+            "=f,f",
+            [number],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return number
+
+
+@triton.jit
 def words(pointer):
     """The same address, as that of 32-bit words."""
     return pointer.to(tl.pointer_type(tl.uint32))
@@ -212,22 +235,74 @@ def int8_value(codes, step):
 
 
 @triton.jit
+def block_amax(pairs, NATIVE: tl.constexpr):
+    """fp32 bits in uint32 of the largest magnitude along the last dimension of words of two bf16 numbers in uint32; NaN where one is."""
+    if NATIVE > 0:
+        # Two magnitudes in one comparison; the sign is that of the product of signs.
+        both = tl.reduce(pairs, len(pairs.shape) - 1, _larger_pair)
+        both = _larger_pair(both, both >> 16)
+        return (both << 16) & 0x7FFF0000
+    else:
+        low, high = (pairs << 16) & 0x7FFFFFFF, pairs & 0x7FFF0000
+        # The bits are ordered as the numbers.
+        size = tl.maximum(low.to(tl.int32), high.to(tl.int32))
+        return tl.max(size, axis=len(pairs.shape) - 1).to(tl.uint32)
+
+
+@triton.jit
+def _larger_pair(a, b):
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def block_scale(amax_bits, inverse_global, NATIVE: tl.constexpr):
-    """E4M3 codes of the block scales in uint8 from the bits of amax in uint32."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    nan = amax_bits > 0x7F800000
-    ratio = amax * inverse_global
-    sixth = tl.minimum(tl.maximum(ratio * (1.0 / 6.0), 0.001953125), 512.0)  # from 2^-9
+    """E4M3 codes of the block scales in uint8 from the bits of amax in uint32; NaN where amax or the global scale is."""
+    ratio = amax_bits.to(tl.float32, bitcast=True) * inverse_global
+    sixth = ratio * (1.0 / 6.0)
+    sixth = tl.maximum(sixth, 0.001953125, propagate_nan=tl.PropagateNan.ALL)  # from 2^-9
     codes = encode_e4m3fn(sixth, NATIVE > 0)
-    codes = tl.where(ratio <= 0.00048828125, 0, codes)  # up to 2^-11 everything rounds to zero
-    return tl.where(nan, 0x7F, codes).to(tl.uint8)
+    return tl.where(ratio <= 0.00048828125, 0, codes).to(
+        tl.uint8
+    )  # up to 2^-11 everything rounds to zero
 
 
 @triton.jit
 def block_factor(codes, inverse_global, NATIVE: tl.constexpr):
-    """What takes a value to `pack_e2m1` under a scale code: 0 in a block of zeros, NaN in one with a NaN."""
+    """What takes a value to `pack_e2m1` under a scale code: 0 in a block of zeros, NaN in one with a NaN; the quotient rounded to nearest."""
     UNIT: tl.constexpr = 1.0 if NATIVE == 2 else 6.103515625e-05  # 2^-14, see `pack_e2m1`
-    return tl.where(codes == 0, 0.0, (inverse_global * UNIT) / decode_e4m3fn(codes))
+    return tl.where(codes == 0, 0.0, _quotient(inverse_global * UNIT, codes, NATIVE))
+
+
+@triton.jit
+def _quotient(above, codes, NATIVE: tl.constexpr):
+    """above / E4M3 codes in uint8, rounded to nearest; where a code is 0 it is anything.
+
+    PTX: `div.rn` without its way out for exponents at the ends of fp32, which a scale of 2^-9 … 448 under 2^-78 … 2^64 never takes.
+    """
+    if NATIVE > 0:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 c, l, u; .reg .b32 h; .reg .f32 s, r, e, q;
+            cvt.u16.u32 c, $2; cvt.rn.f16x2.e4m3x2 h, c; mov.b32 {l, u}, h; cvt.f32.f16 s, l;
+            rcp.approx.ftz.f32 r, s; neg.f32 s, s;
+            fma.rn.f32 e, s, r, 0f3F800000; fma.rn.f32 r, r, e, r;
+            mul.rn.f32 q, $1, r; fma.rn.f32 e, s, q, $1; fma.rn.f32 $0, r, e, q;
+            }""",
+            "=f,f,r",
+            [above, codes.to(tl.uint32)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.div_rn(above, scale_value(codes.to(tl.uint32)))
 
 
 @triton.jit
@@ -302,28 +377,28 @@ def pack_e2m1(even, odd, factor, NATIVE: tl.constexpr):
             pack=4,
         )
     elif NATIVE == 1:
-        # Two numbers in a register throughout; a NaN becomes +6 in the minimum. prmt gathers the bytes that hold the codes.
+        # Two numbers in a register throughout. An element's code is the least of 2v, v + 2 and v / 2 + 4, v its magnitude up to 6, rounded to even: a
+        # fused product and sum with 1024, whose ulp is 1, rounds. A NaN becomes +6 in the minimum. -4 or 4 on top make the sign bit 8 of it; sums of
+        # products by 16 gather the codes from the lower ends of the registers. Half of this is work for the multipliers, which would idle otherwise.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 h<4>, t<4>, p, q, e, o;
-            cvt.rn.f16x2.f32 h0, $5, $1; cvt.rn.f16x2.f32 h1, $6, $2;
-            cvt.rn.f16x2.f32 h2, $7, $3; cvt.rn.f16x2.f32 h3, $8, $4;
-            mov.b32 p, 0x0E000E00;
-            min.xorsign.abs.f16x2 h0, h0, p; min.xorsign.abs.f16x2 h1, h1, p;
-            min.xorsign.abs.f16x2 h2, h2, p; min.xorsign.abs.f16x2 h3, h3, p;
-            shr.u32 t0, h0, 9; shr.u32 t1, h1, 9; shr.u32 t2, h2, 9; shr.u32 t3, h3, 9;
-            and.b32 t0, t0, 0x00010001; and.b32 t1, t1, 0x00010001;
-            and.b32 t2, t2, 0x00010001; and.b32 t3, t3, 0x00010001;
-            add.u32 h0, h0, t0; add.u32 h1, h1, t1; add.u32 h2, h2, t2; add.u32 h3, h3, t3;
-            add.u32 h0, h0, 0x00FF00FF; add.u32 h1, h1, 0x00FF00FF;
-            add.u32 h2, h2, 0x00FF00FF; add.u32 h3, h3, 0x00FF00FF;
-            shl.b32 t0, h0, 3; shl.b32 t1, h1, 3; shl.b32 t2, h2, 3; shl.b32 t3, h3, 3;
-            lop3.b32 h0, t0, h0, 0x7FFF7FFF, 0xE4; lop3.b32 h1, t1, h1, 0x7FFF7FFF, 0xE4;
-            lop3.b32 h2, t2, h2, 0x7FFF7FFF, 0xE4; lop3.b32 h3, t3, h3, 0x7FFF7FFF, 0xE4;
-            prmt.b32 p, h0, h1, 0x7351; prmt.b32 q, h2, h3, 0x7351;
-            prmt.b32 e, p, q, 0x5410; prmt.b32 o, p, q, 0x7632;
-            shr.u32 e, e, 4;
-            lop3.b32 $0, e, o, 0x0F0F0F0F, 0xE4;
+            .reg .b32 h<4>, a<4>, b<4>, c<4>, m, x, y, z, k, l, n;
+            cvt.rn.f16x2.f32 h0, $3, $1; cvt.rn.f16x2.f32 h1, $7, $5;
+            cvt.rn.f16x2.f32 h2, $4, $2; cvt.rn.f16x2.f32 h3, $8, $6;
+            mov.b32 m, 0x0E000E00; mov.b32 x, 0x78007800; mov.b32 y, 0x74007400; mov.b32 z, 0x70007000;
+            mov.b32 k, 0x64046404; mov.b32 l, 0x64066406; mov.b32 n, 0x64086408;
+            abs.f16x2 a0, h0; abs.f16x2 a1, h1; abs.f16x2 a2, h2; abs.f16x2 a3, h3;
+            min.f16x2 a0, a0, m; min.f16x2 a1, a1, m; min.f16x2 a2, a2, m; min.f16x2 a3, a3, m;
+            fma.rn.f16x2 b0, a0, x, k; fma.rn.f16x2 b1, a1, x, k; fma.rn.f16x2 b2, a2, x, k; fma.rn.f16x2 b3, a3, x, k;
+            fma.rn.f16x2 c0, a0, y, l; fma.rn.f16x2 c1, a1, y, l; fma.rn.f16x2 c2, a2, y, l; fma.rn.f16x2 c3, a3, y, l;
+            fma.rn.f16x2 a0, a0, z, n; fma.rn.f16x2 a1, a1, z, n; fma.rn.f16x2 a2, a2, z, n; fma.rn.f16x2 a3, a3, z, n;
+            min.u16x2 b0, b0, c0; min.u16x2 b1, b1, c1; min.u16x2 b2, b2, c2; min.u16x2 b3, b3, c3;
+            min.u16x2 b0, b0, a0; min.u16x2 b1, b1, a1; min.u16x2 b2, b2, a2; min.u16x2 b3, b3, a3;
+            lop3.b32 h0, h0, 0x80008000, 0x44004400, 0xEA; lop3.b32 h1, h1, 0x80008000, 0x44004400, 0xEA;
+            lop3.b32 h2, h2, 0x80008000, 0x44004400, 0xEA; lop3.b32 h3, h3, 0x80008000, 0x44004400, 0xEA;
+            sub.rn.f16x2 b0, b0, h0; sub.rn.f16x2 b1, b1, h1; sub.rn.f16x2 b2, b2, h2; sub.rn.f16x2 b3, b3, h3;
+            mad.lo.u32 b0, b1, 16, b0; mad.lo.u32 b2, b3, 16, b2; mad.lo.u32 b0, b2, 256, b0;
+            sub.u32 $0, b0, 0xaaaaa400;
             }""",
             "=r,f,f,f,f,f,f,f,f",
             [even * factor, odd * factor],

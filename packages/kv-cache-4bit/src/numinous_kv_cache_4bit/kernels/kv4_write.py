@@ -11,15 +11,13 @@
             token; which, is not defined, and rows of equal content are safe.
 *Bytes*     a token: 1024 latent + 128 rope + 4 or 8 id read, 352 written: 1512 with int64 ids (288-byte rows: 1320). At T = 64
             97 kB, 4096 6.2 MB, 65,536 99 MB. At 4.25 TB/s (*reported* best copy of an H200) 65,536 tokens take 23.3 µs, in which
-            132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values: bound by memory below that.
-*Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id and of values do not wait for each
-            other, one latency. Above, 8 rows on 4 warps: a thread has 32 neighbouring values, so two whole blocks: no exchange
-            between threads but by shuffles, for the rope's steps; 16 bytes a store, four 16-byte loads under way. The machine code for
-            sm90 has 464 instructions, 12.9 a value (sm100: 391, 10.9), for one row 249, 27 a value: there the two warps exchange the
-            steps through shared memory.
-*Time*      measured: docs/kernels/kv4_write.md. *Derived* before, one H200: T ≤ 64: launch floor 1.3 µs + one latency of memory and 250 instructions, 2.5 µs; T = 4096: 1.5 µs of
-            bytes and 1.1 µs of instructions on top, 3.7 µs; T = 65,536: 17 µs of instructions under 23.3 of bytes, 27 µs (86 % of
-            the roof).
+            132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values, but only 9 of those of the logic unit, which has half the lanes.
+*Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id, latent and rope part do not wait for each
+            other, one latency. Above, 4 rows on 4 warps: a thread has a whole block of 16: no exchange between threads but by shuffles, for the
+            rope's steps. Where there are more rows than the programs that are resident together have, each takes four after four, and asks
+            for the next ahead of its work on these (`codec.behind_loads`). The machine code for sm90 has 258 instructions a turn, 14.3 a value
+            (sm100: 209), for one row 253, 28 a value: there the two warps exchange the steps through shared memory.
+*Time*      measured: docs/kernels/kv4_write.md, which also derives it.
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
             saturates and leaves its neighbours finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0
             keeps its sign. Rope: a NaN makes its 16 values NaN, beyond 8128 and inf saturate, `numerics.quantize_int8` has the rest.
@@ -37,6 +35,8 @@ import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import (
     ScaleChoice,
+    behind_loads,
+    block_amax,
     block_factor,
     block_scale,
     check_global_scale,
@@ -58,21 +58,21 @@ ROPE_NONE, ROPE_INT8, ROPE_BF16 = 0, 1, 2
 ROPE_MODES = {288: ROPE_NONE, 352: ROPE_INT8, 416: ROPE_BF16}
 FEW_TOKENS = 128
 """Up to here a program writes one row."""
-MANY_ROWS = 8
-"""Rows of a program above that."""
+MANY_ROWS = 4
+"""Rows of a program, or of its turn, above that."""
 
 
 class Tile(NamedTuple):
-    """Rows and warps of a program, and whether it loads rope parts ahead of its first store."""
+    """Rows and warps of a program, and the most programs, which then take rows in turn; 0: one for each `rows`."""
 
     rows: int
     warps: int
-    ahead: bool = False
+    programs: int = 0
 
 
 def tile_for(tokens: int) -> Tile:
-    """What the launcher takes."""
-    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4)
+    """What the launcher takes: many rows on nine programs for each SM of an H200, all resident at once (56 registers)."""
+    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4, 1188)
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
@@ -110,9 +110,81 @@ def traffic(tokens: int, width: int, id_bytes: int) -> Traffic:
 
 
 @triton.jit
-def _load_rope(rope_ptr, rope_stride, token, live):
-    at = rope_ptr + (token * rope_stride)[:, None] + tl.arange(0, 32)[None, :]
-    return tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+def _load(
+    tile,
+    latent_ptr,
+    latent_stride,
+    rope_ptr,
+    rope_stride,
+    loc_ptr,
+    loc_stride,
+    tokens,
+    ROWS: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """Slots [ROWS] and words of two bf16 numbers of the rows of a tile: latent [ROWS, 256] and rope [ROWS, 32], 0 where there is none."""
+    # All ahead of the first store, behind which a load waits, since the store could write what it reads. Not masked by the slots either.
+    token = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = token < tokens
+    loc = tl.load(loc_ptr + token * loc_stride, mask=live, other=0).to(tl.int64)
+    at = latent_ptr + (token * latent_stride)[:, None] + tl.arange(0, 256)[None, :]
+    latent = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+    if ROPE > 0:
+        at = rope_ptr + (token * rope_stride)[:, None] + tl.arange(0, 32)[None, :]
+        rope = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+    else:
+        rope = 0
+    return loc, latent, rope
+
+
+@triton.jit
+def _store(
+    loc,
+    latent,
+    rope,
+    pool_ptr,
+    pool_stride,
+    slots,
+    inverse_global,
+    ROWS: tl.constexpr,
+    ROPE: tl.constexpr,
+    SEARCH: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    keep = (loc > 0) & (loc < slots)
+    row = pool_ptr + loc * pool_stride  # [ROWS]
+    pair = tl.reshape(latent, [ROWS, 32, 8])  # blocks of 16 values
+    codes = block_scale(block_amax(pair, NATIVE), inverse_global, NATIVE)  # [ROWS, 32]
+    even = (pair << 16).to(tl.float32, bitcast=True)
+    odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if SEARCH:
+        codes = search_scale(codes, even, odd, inverse_global)
+    factor = block_factor(codes, inverse_global, NATIVE)
+    packed = pack_e2m1(
+        even,
+        odd,
+        tl.broadcast_to(factor[:, :, None], [ROWS, 32, 8]),
+        NATIVE,
+    )
+    to = row[:, None] + tl.arange(0, 256)[None, :]
+    tl.store(to, tl.reshape(packed, [ROWS, 256]), mask=keep[:, None])
+
+    if ROPE > 0:
+        column = tl.arange(0, 32)[None, :]
+        to = row + 288
+        if ROPE == 1:
+            pair = tl.reshape(rope, [ROWS, 4, 8])  # groups of 16 values
+            low, high = pair << 16, pair & 0xFFFF0000
+            steps = step_codes(block_amax(pair, NATIVE))[:, :, None]  # [ROWS, 4, 1]
+            two = int8_codes(low, steps) | (int8_codes(high, steps) << 8)
+            to = to.to(tl.pointer_type(tl.uint16))
+            two = tl.reshape(two, [ROWS, 32]).to(tl.uint16)
+            tl.store(to[:, None] + column, two, mask=keep[:, None])
+            signs = ((steps >> tl.arange(0, 8)[None, None, :]) << 7).to(tl.uint8) & 0x80
+            codes |= tl.reshape(signs, [ROWS, 32])
+        else:
+            tl.store(words(to)[:, None] + column, rope, mask=keep[:, None])
+    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
@@ -128,61 +200,32 @@ def _kv4_write_kernel(
     tokens,
     slots,
     inverse_global,
-    ROWS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # of a program, or of a turn
+    TURNS: tl.constexpr,  # whether there are more rows than those of all programs
     ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
-    AHEAD: tl.constexpr,
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    live = token < tokens
-    loc = tl.load(loc_ptr + token * loc_stride, mask=live, other=0).to(tl.int64)
-    keep = (loc > 0) & (loc < slots)
-    row = pool_ptr + loc * pool_stride  # [ROWS]
-
-    word = tl.arange(0, 256)[None, :]
-    # Not masked by `keep`: the load need not wait for the id.
-    at = latent_ptr + (token * latent_stride)[:, None] + word
-    pair = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
-    # Ahead of the first store: behind it the load waits, since the store could write what it reads.
-    if ROPE > 0 and AHEAD:
-        rope = _load_rope(rope_ptr, rope_stride, token, live)
-    pair = tl.reshape(pair, [ROWS, 32, 8])  # blocks of 16 values
-    low, high = pair << 16, pair & 0xFFFF0000  # fp32 bits of the even and of the odd columns
-    size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
-    amax = tl.max(size, axis=2).to(tl.uint32)  # [ROWS, 32]; the bits are ordered as the numbers
-    codes = block_scale(amax, inverse_global, NATIVE)
-    even, odd = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
-    if SEARCH:
-        codes = search_scale(codes, even, odd, inverse_global)
-    factor = block_factor(codes, inverse_global, NATIVE)
-    packed = pack_e2m1(
-        even,
-        odd,
-        tl.broadcast_to(factor[:, :, None], [ROWS, 32, 8]),
-        NATIVE,
-    )
-    tl.store(row[:, None] + word, tl.reshape(packed, [ROWS, 256]), mask=keep[:, None])
-
-    if ROPE > 0:
-        column = tl.arange(0, 32)[None, :]
-        if not AHEAD:
-            rope = _load_rope(rope_ptr, rope_stride, token, live)
-        to = row + 288
-        if ROPE == 1:
-            pair = tl.reshape(rope, [ROWS, 4, 8])  # groups of 16 values
-            low, high = pair << 16, pair & 0xFFFF0000
-            size = tl.maximum((low & 0x7FFFFFFF).to(tl.int32), (high & 0x7FFFFFFF).to(tl.int32))
-            steps = step_codes(tl.max(size, axis=2).to(tl.uint32))[:, :, None]  # [ROWS, 4, 1]
-            two = int8_codes(low, steps) | (int8_codes(high, steps) << 8)
-            to = to.to(tl.pointer_type(tl.uint16))
-            two = tl.reshape(two, [ROWS, 32]).to(tl.uint16)
-            tl.store(to[:, None] + column, two, mask=keep[:, None])
-            signs = ((steps >> tl.arange(0, 8)[None, None, :]) << 7).to(tl.uint8) & 0x80
-            codes |= tl.reshape(signs, [ROWS, 32])
-        else:
-            tl.store(words(to)[:, None] + column, rope, mask=keep[:, None])
-    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
+    first = tl.program_id(0)
+    loc, latent, rope = _load(
+        first, latent_ptr, latent_stride, rope_ptr, rope_stride, loc_ptr, loc_stride, tokens, ROWS, ROPE
+    )  # fmt: skip
+    if TURNS:
+        step = tl.num_programs(0)
+        for tile in range(first, tl.cdiv(tokens, ROWS), step):
+            # Under way while these rows are worked on.
+            next_loc, next_latent, next_rope = _load(
+                tile + step, latent_ptr, latent_stride, rope_ptr, rope_stride, loc_ptr, loc_stride, tokens, ROWS, ROPE
+            )  # fmt: skip
+            _store(
+                loc, latent, rope, pool_ptr, pool_stride, slots, behind_loads(inverse_global, NATIVE),
+                ROWS, ROPE, SEARCH, NATIVE,
+            )  # fmt: skip
+            loc, latent, rope = next_loc, next_latent, next_rope
+    else:
+        _store(
+            loc, latent, rope, pool_ptr, pool_stride, slots, inverse_global, ROWS, ROPE, SEARCH, NATIVE
+        )  # fmt: skip
 
 
 # --- Public function ------------------------------------------------------------------------------------------------
@@ -235,8 +278,12 @@ def kv4_write(
     inverse_global = 1.0 / check_global_scale(global_scale)
     if not tokens:
         return
-    rows, warps, ahead = tile or tile_for(tokens)
-    _kv4_write_kernel[(triton.cdiv(tokens, rows),)](
+    rows, warps, programs = tile or tile_for(tokens)
+    tiles = triton.cdiv(tokens, rows)
+    # A CPU has three, so that the interpreter takes turns. A search has the GPU compute all the time as it is, in more registers.
+    limit = 3 if loc.device.type == "cpu" else programs * (scale_choice == "amax") or tiles
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, limit))  # as many turns for each
+    _kv4_write_kernel[(programs,)](
         latent_words,
         rope_words,
         loc,
@@ -249,8 +296,8 @@ def kv4_write(
         pool.shape[0],
         inverse_global,
         ROWS=rows,
+        TURNS=programs < tiles,
         ROPE=ROPE_MODES[row.width],
-        AHEAD=ahead,
         SEARCH=scale_choice == "mse",
         NATIVE=native(pool.device),
         num_warps=warps,

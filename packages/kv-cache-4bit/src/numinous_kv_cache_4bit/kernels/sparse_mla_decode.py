@@ -11,20 +11,24 @@
             s sees the first length - (s - 1 - j) tokens. A query without rows gives zeros and lse -inf. Slots that nobody names are not
             read, so NaN in them spreads nowhere; NaN in a named row makes NaN.
 *Scale*     `latent_scale`, a power of two, is what `kv4_write` was given as global scale: it multiplies the latent part of q and the output.
-*Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2.
+*Layout*    `numinous_tooling.formats`. Splits leave partial outputs in fp32 [tokens, splits, heads, 512] and lse to base 2; on Hopper 2, 4, 8
+            or 16 of them are a cluster of blocks and join them in shared memory.
 *Bytes*     a query reads k × width, and its q and out; FLOPs 2 · heads · k · (512 + rope + 512). At k 2048 and 4.25 TB/s a query's rows take
             0.17 µs (352) or 0.32 µs (656); its FLOPs at 790 TFLOP/s take 0.36 µs with 64 heads, 0.09 with 16.
 *Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
             bf16, their sum is not. Splits are joined in order: the same bits every time for the same number of splits.
 *Versions*  "cuda" for sm90a (WGMMA), sm120a (mma.sync, ≤ 99 KB of shared memory) and, where it is asked for, sm100 and sm103 (tcgen05),
-            all in csrc/sparse_mla_decode; "triton" everywhere; docs/deep-dives/sparse-mla-decode.md.
+            all in csrc/sparse_mla_decode; "packed", version 5 for 4-bit rows on sm90a, where it is asked for; "triton" everywhere;
+            docs/deep-dives/sparse-mla-decode.md.
 *Arch*      see catalog.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,26 +42,25 @@ from numinous_kv_cache_4bit.kernels.codec import (
     scale_value,
     step_value,
 )
+from numinous_kv_cache_4bit.kernels.sparse_mla_binaries import (
+    FORMATS,
+    mma_binary,
+    packed_binary,
+    source_binary,
+    tcgen05_binary,
+)
 from numinous_tooling import launch
 from numinous_tooling.device.convert import decode_bf16, encode_bf16
-from numinous_tooling.formats import (
-    KV4,
-    KV4_NO_ROPE,
-    LATENT_DIM,
-    STOCK_FP8,
-    STOCK_FP8_NO_ROPE,
-    RowFormat,
-)
-from numinous_tooling.workbench import SourceBinary, Tensors, Traffic
+from numinous_tooling.formats import LATENT_DIM, RowFormat
+from numinous_tooling.workbench import Tensors, Traffic
 
 __all__ = ["Decoded", "reference", "row_format_of", "sparse_mla_decode", "traffic"]
 
 PACKAGE = "numinous_kv_cache_4bit"
-FORMATS = (KV4, KV4_NO_ROPE, STOCK_FP8, STOCK_FP8_NO_ROPE)
 PAGE = 64
 MAX_QUERIES, MAX_HEADS = 8, 128
 
-Impl = Literal["cuda", "triton"]
+Impl = Literal["cuda", "packed", "triton"]
 
 
 class Decoded(NamedTuple):
@@ -171,6 +174,10 @@ def traffic(
 MAX_SPLITS = 64
 START_TILES = 6  # what a block takes before and after its tiles: 11 µs of version 2 on an H200, in tiles of 1.8 µs (derived)
 PART_TILES = 3  # what writing and joining a part takes: 5 µs
+JOIN_TILES = (
+    1  # what a cluster's join takes, times the binary logarithm of its blocks: 2 to 7 µs (derived)
+)
+CLUSTERS = (2, 4, 8, 16)  # splits that are a cluster; 16 where a GPC has so many multiprocessors
 
 
 def choose_splits(blocks: int, tiles: int, processors: int) -> int:
@@ -183,12 +190,34 @@ def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=turns)
 
 
-def split_last_turn(tokens: int, groups: int, tiles: int, processors: int) -> tuple[int, int]:
-    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of all processors and need
-    no join, and the splits of each of the others."""
-    whole = tokens * groups // processors * processors // groups
-    splits = choose_splits((tokens - whole) * groups, tiles, processors)
-    return (whole, splits) if splits > 1 else (tokens, 1)
+class Split(NamedTuple):
+    """The first `whole` lists have a block for each group of heads, the others `splits`, of which every `cluster` are joined in shared memory;
+    where these are not all, they leave parts to a second kernel."""
+
+    whole: int
+    splits: int
+    cluster: int = 1
+
+
+def split_last_turn(tokens: int, groups: int, tiles: int, places: Mapping[int, int]) -> Split:
+    """Of `tokens` lists with `groups` blocks each: how many of the first stay whole, so that they fill turns of the GPU and need no join, and
+    the splits of each of the others that take the fewest turns; the fewest of equals. `places`: blocks that the GPU runs at once, by
+    the size of their clusters; of size 1 as many as it has multiprocessors."""
+    blocks = tokens * groups
+
+    def made(splits: int, cluster: int) -> tuple[float, Split]:
+        join = JOIN_TILES * math.log2(cluster)
+        if splits > cluster:
+            join += PART_TILES / cluster  # a part a cluster
+        whole = blocks // places[cluster] * places[cluster] // groups
+        turns = -(-(tokens - whole) * groups * splits // places[cluster])
+        full = -(-whole * groups // places[cluster])
+        took = full * (tiles + START_TILES) + turns * (-(-tiles // splits) + START_TILES + join)
+        return took, Split(whole, splits, cluster) if splits > 1 else Split(tokens, 1)
+
+    most = max(1, min(tiles, MAX_SPLITS))
+    choices = [made(n, c) for n in range(1, most + 1) for c in places if n % c == 0]
+    return min(choices, key=lambda one: one[0])[1]
 
 
 def join_threads(splits: int) -> int:
@@ -200,6 +229,16 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _places(plan: Schedule, row: RowFormat, device: torch.device) -> dict[int, int]:
+    """`places` of `split_last_turn` for a Hopper kernel: a block has a multiprocessor, a cluster lies in one GPC, whose size is the chip's."""
+    binary = packed_binary(row.width) if plan in PACKED else source_binary(row.width)
+    kernel = launch.load(PACKAGE, binary, entry=plan.entry)
+    shared = plan.shared(row)
+    at_once = {n: n * kernel.clusters_at_once(n, plan.threads, shared) for n in CLUSTERS}
+    return {1: _processors(device), **{n: blocks for n, blocks in at_once.items() if blocks}}
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
@@ -487,7 +526,8 @@ TILE = 64
 HELD = 2.0**-12  # tiles hold 4-bit rows times this, see layout.cuh
 
 
-Products = Literal["wgmma", "mma", "tcgen05"]
+Products = Literal["wgmma", "packed", "mma", "tcgen05"]
+"""By which instructions; "packed" are WGMMA's with operands that consumers decode into registers."""
 
 MADE_FOR: dict[tuple[int, int], Products] = {
     (9, 0): "wgmma",
@@ -501,58 +541,6 @@ ON_REQUEST: tuple[Products, ...] = ("mma", "tcgen05")
 """Taken where impl="cuda" asks for them, and nowhere else: no GPU has run them, and no feature proves them at boot as it does WGMMA."""
 
 
-def source_binary(width: int, *, debug: bool = False) -> SourceBinary:
-    """kernel.cu compiled for rows of that many bytes; with `debug` it writes the first tile of block 0."""
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}" + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel.cu",
-        entries=["wide", "narrow_32", "narrow_16", "combine"],
-        archs=("sm90",),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        # Loads past L1, asynchronous products, registers handed over.
-        required={"sm90": ("HGMMA", "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
-        quick=width == KV4.width,
-    )
-
-
-def mma_binary(width: int, arch: str = "sm120", *, debug: bool = False) -> SourceBinary:
-    """kernel_mma.cu likewise; for sm90 it serves the tests only."""
-    products = ("HMMA.16816.F32.BF16", "LDSM.16.M88.4", "LDSM.16.MT88.4")
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}_mma"
-        + ("" if arch == "sm120" else f"_{arch}")
-        + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel_mma.cu",
-        entries=["mma_32", "mma_16", "combine"],
-        archs=(arch,),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        required={arch: (*products, "LDG.E.NA.128", "USETMAXREG", "HMUL2.BF16_V2")},
-        quick=width == KV4.width and arch == "sm120",
-    )
-
-
-def tcgen05_binary(width: int, *, debug: bool = False) -> SourceBinary:
-    """kernel_tcgen05.cu compiled for rows of that many bytes; `debug` as in `source_binary`."""
-    # Products and their commits, tensor memory loaded and stored, and what the Hopper version has.
-    required = ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "SYNCS", "LDG.E.NA.128", "HMUL2.BF16_V2")
-    return SourceBinary(
-        name=f"sparse_mla_decode_{width}_tcgen05" + ("_debug" if debug else ""),
-        source="csrc/sparse_mla_decode/kernel_tcgen05.cu",
-        entries=["heads_64", "heads_32", "heads_16", "combine"],
-        archs=("sm100", "sm103"),
-        defines={"NUMINOUS_WIDTH": str(width), **({"NUMINOUS_DEBUG": "1"} if debug else {})},
-        required={"sm100": required, "sm103": required},
-        quick=width == KV4.width,
-    )
-
-
-BINARIES = (
-    *(source_binary(row.width) for row in FORMATS),
-    *(mma_binary(row.width, arch) for arch in ("sm120", "sm90") for row in FORMATS),
-    *(tcgen05_binary(row.width) for row in FORMATS),
-)
-
-
 class Schedule(NamedTuple):
     """How heads are laid out: kernel, its threads, heads of a block."""
 
@@ -561,9 +549,15 @@ class Schedule(NamedTuple):
     heads: int
 
     def shared(self, row: RowFormat) -> int:
-        """Bytes of dynamic shared memory: `Plan::kBytes` of layout.cuh, `TensorBlockPlan::kBytes` of layout_sm100.cuh,
+        """Bytes of dynamic shared memory: `Plan::kBytes` of layout.cuh, `PackedPlan::kBytes` beside it, `TensorBlockPlan::kBytes` of layout_sm100.cuh,
         `MmaPlan::kBytes` of kernel_mma.cu."""
         panels = (LATENT_DIM + row.rope_dim) // 64
+        if self.entry.startswith("packed"):
+            stage = TILE * row.width + 4 * (32 * 40 + 24)  # rows and their scales
+            fixed = (panels + 2) * self.heads * 128  # q and twice P
+            rest = 4 * self.heads * 4 + 16 + 7 * 4 * 4 + 16 * 8 + 1024
+            stages = min(7, (232448 - rest - fixed) // stage)
+            return fixed + stages * (stage + 32) + 4 * self.heads * 4 + 16 + 2 * 8 + 1024
         tile, bias, rest = panels * TILE * 128, TILE * 4, 32 + 1024
         if self.entry.startswith("mma"):
             half = TILE // 2
@@ -577,12 +571,15 @@ class Schedule(NamedTuple):
 
 NARROW_16, NARROW_32 = Schedule("narrow_16", 512, 16), Schedule("narrow_32", 512, 32)
 WIDE = Schedule("wide", 512, 64)
+PACKED = tuple(Schedule(f"packed_{heads}", 384, heads) for heads in (8, 16, 32, 64))
 MMA_16, MMA_32 = Schedule("mma_16", 512, 16), Schedule("mma_32", 384, 32)
 HEADS_16, HEADS_32, HEADS_64 = (Schedule(f"heads_{heads}", 544, heads) for heads in (16, 32, 64))
 
 
 def schedule(heads: int, products: Products = "wgmma") -> Schedule:
     """For that many heads."""
+    if products == "packed":
+        return next((plan for plan in PACKED if heads <= plan.heads), PACKED[-1])
     if products == "mma":
         return MMA_16 if heads <= 16 else MMA_32
     if products == "tcgen05":
@@ -598,15 +595,17 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "lse", "part_out", "part_lse", "debug")),
         *((name, ctypes.c_int64) for name in ("q_request_stride", "q_query_stride", "q_head_stride")),
         *((name, ctypes.c_int64) for name in ("pool_stride", "index_stride", "slots")),
-        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits", "wide_ids")),
+        *((name, ctypes.c_int) for name in ("tokens", "queries", "heads", "width", "whole", "splits")),
+        *((name, ctypes.c_int) for name in ("cluster_log2", "wide_ids")),
         *((name, ctypes.c_float) for name in ("scale_log2", "out_scale")),
         ("q_factor", ctypes.c_uint32),
     )  # fmt: skip
 
 
-def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tuple[_Params, Any]:
+def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, Any]:
     """Arguments of the kernels of csrc/sparse_mla_decode, and the parts that they name."""
-    parts = _parts(call, call.tokens - whole, splits) if whole < call.tokens else (None, None)
+    left, number = call.tokens - split.whole, split.splits // split.cluster
+    parts = _parts(call, left, number) if left and number > 1 else (None, None)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
     factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
     tensors = (
@@ -630,8 +629,9 @@ def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tupl
         call.queries,
         call.heads,
         call.width,
-        whole,
-        splits,
+        split.whole,
+        number,
+        split.cluster.bit_length() - 1,
         int(call.index.dtype == torch.int64),
         call.sm_scale * math.log2(math.e) / held,
         call.latent_scale / held,
@@ -643,38 +643,49 @@ def cuda_params(call: _Call, whole: int, splits: int, debug: Any = None) -> tupl
 def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[str, int, int, int]]:
     """Kernels of a call in order: name, blocks, threads of a block, bytes of its dynamic shared memory."""
     rest = call.tokens - params.whole
-    lists = params.whole + rest * params.splits
+    lists = params.whole + rest * (params.splits << params.cluster_log2)
     blocks = lists * -(-call.heads // plan.heads)
     launches = [(plan.entry, blocks, plan.threads, plan.shared(call.row))]
-    if rest:
+    if rest and params.splits > 1:
         launches.append(("combine", rest * call.heads, join_threads(params.splits), 0))
     return launches
 
 
-def _launch_cuda(call: _Call, debug: torch.Tensor | None = None) -> None:
+def _split_of(call: _Call, plan: Schedule, clusters: bool) -> Split:
+    if call.splits == 1:
+        return Split(call.tokens, 1)
+    places = {1: _processors(call.q.device)}
+    if clusters:
+        places = _places(plan, call.row, call.q.device)
+    if call.splits is not None:
+        return Split(0, call.splits, call.splits if call.splits in places else 1)
+    groups, tiles = -(-call.heads // plan.heads), -(-call.width // TILE)
+    return split_last_turn(call.tokens, groups, tiles, places)
+
+
+def _launch_cuda(
+    call: _Call, debug: Any = None, split: Split | None = None, products: Products | None = None
+) -> None:
+    """`split` is for who compares them; left out, the call's or the best."""
     capability = torch.cuda.get_device_capability(call.q.device)
-    products = MADE_FOR[capability]
+    products = products or MADE_FOR[capability]
     plan = schedule(call.heads, products)
-    groups = -(-call.heads // plan.heads)
-    tiles = -(-call.width // TILE)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
-        if call.splits is None:
-            whole, splits = split_last_turn(call.tokens, groups, tiles, _processors(call.q.device))
-        else:
-            whole, splits = (call.tokens if call.splits == 1 else 0), call.splits
-        params, _parts_kept = cuda_params(call, whole, splits, debug)
+        split = split or _split_of(call, plan, products in ("wgmma", "packed"))
+        params, _parts_kept = cuda_params(call, split, debug)
         if products == "mma":
             arch = launch.architectures(capability)[0]
             binary = mma_binary(call.row.width, arch, debug=debug is not None)
         else:
-            compiled = tcgen05_binary if products == "tcgen05" else source_binary
-            binary = compiled(call.row.width, debug=debug is not None)
+            compiled = {"wgmma": source_binary, "packed": packed_binary, "tcgen05": tcgen05_binary}
+            binary = compiled[products](call.row.width, debug=debug is not None)
         for entry, blocks, threads, shared in cuda_launches(call, params, plan):
             kernel = launch.load(PACKAGE, binary, entry=entry)
             kernel(
-                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine"
-            )
+                (blocks,), threads, (params,), shared=shared, stream=stream, pdl=entry == "combine",
+                cluster=(split.cluster,) if split.cluster > 1 and entry == plan.entry else None,
+            )  # fmt: skip
 
 
 # --- Public function ------------------------------------------------------------------------------------------------
@@ -724,7 +735,8 @@ def sparse_mla_decode(
         sink: fp32 [heads].
         latent_scale: the rows' global scale, a power of two.
         splits: of a list of rows over blocks, 1 … 64; None chooses by the GPU's multiprocessors.
-        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too.
+        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too; "packed" is
+            version 5 of "cuda" for 4-bit rows on sm90, until a GPU has said which of the two stays.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -732,24 +744,30 @@ def sparse_mla_decode(
         NotImplementedError: "cuda" for another GPU, or for rows that do not start at multiples of 16 bytes.
     """
     call = _checked(q, pool, sm_scale, index, page_table, lengths, sink, latent_scale, splits)
-    if impl not in (None, "cuda", "triton"):
-        raise ValueError(f"impl is 'cuda', 'triton' or None, got {impl!r}")
-    reason = _not_cuda(call, asked=impl == "cuda") if impl != "triton" else ""
-    if impl == "cuda" and reason:
-        raise NotImplementedError(f"impl='cuda' {reason}; use impl='triton'")
+    if impl not in (None, "cuda", "packed", "triton"):
+        raise ValueError(f"impl is 'cuda', 'packed', 'triton' or None, got {impl!r}")
+    packed = impl == "packed"
+    reason = _not_cuda(call, asked=impl is not None, packed=packed) if impl != "triton" else ""
+    if impl in ("cuda", "packed") and reason:
+        raise NotImplementedError(f"impl={impl!r} {reason}; use impl='triton'")
     if call.tokens and call.heads:
-        _launch_triton(call) if reason or impl == "triton" else _launch_cuda(call)
+        if reason or impl == "triton":
+            _launch_triton(call)
+        else:
+            _launch_cuda(call, products="packed" if packed else None)
     return Decoded(call.out, call.lse)
 
 
-def _not_cuda(call: _Call, *, asked: bool) -> str:
-    """Why the CUDA version does not take a call; empty where it does. Not `asked` for, products of `ON_REQUEST` are not taken."""
+def _not_cuda(call: _Call, *, asked: bool, packed: bool = False) -> str:
+    """Why a CUDA version does not take a call; empty where it does. Not `asked` for, products of `ON_REQUEST` are not taken."""
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability not in MADE_FOR:
         known = ", ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
         return f"is made for compute capability {known}, this is {capability[0]}.{capability[1]}"
+    if packed and (MADE_FOR[capability] != "wgmma" or call.row.stock):
+        return f"is made for 4-bit rows and compute capability 9.0, this is {capability[0]}.{capability[1]}, {call.row.name}"
     if MADE_FOR[capability] in ON_REQUEST and not asked:
         return "has not run on such a GPU and waits to be asked for"
     if call.q.data_ptr() % 16 or any(stride % 8 for stride in call.q.stride()[:3]):

@@ -212,7 +212,13 @@ def _engine_bf16(case: Case, inputs: Tensors) -> Tensors:
 
 
 def _binary(
-    name: str, width: int, rows: int, *, search: bool = False, quick: bool = True
+    name: str,
+    width: int,
+    rows: int,
+    *,
+    turns: bool = False,
+    search: bool = False,
+    quick: bool = True,
 ) -> TritonBinary:
     rope = ROPE_MODES[width]
     pointers = {"latent_ptr": "*i32", "loc_ptr": "*i64", "pool_ptr": "*u8"}
@@ -234,7 +240,7 @@ def _binary(
             "loc_stride": 1,
             "ROWS": rows,
             "ROPE": rope,
-            "AHEAD": False,
+            "TURNS": turns,
             "SEARCH": search,
             "NATIVE": 2,
             "sm90": {"NATIVE": 1},
@@ -243,11 +249,13 @@ def _binary(
         aligned=[k for k in signature if k not in ("inverse_global", "tokens", "slots")],
         options={"num_warps": tile_for(1 if rows == 1 else FEW_TOKENS + 1).warps},
         required={
-            "sm90": ("HMNMX2.XORSIGN",),
+            "sm90": ("VIMNMX3.U16x2", *(("BAR.RED",) if turns else ())),
             **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
         },
-        # With many rows no exchange between threads but by shuffles.
-        forbidden={} if rows == 1 else dict.fromkeys(("sm90", "sm100", "sm120"), ("BAR",)),
+        # With many rows no exchange between threads but by shuffles; with turns, the barrier of `behind_loads`.
+        forbidden={}
+        if rows == 1
+        else dict.fromkeys(("sm90", "sm100", "sm120"), ("BAR.SYNC" if turns else "BAR", "LDS")),
         quick=quick,
     )
 
@@ -268,8 +276,8 @@ def _cases() -> tuple[Case, ...]:
 
 def _bench_cases() -> tuple[Case, ...]:
     return (
-        *(Case(tokens) for tokens in (1, 16, 64, 512, 4096, 65536)),
-        *(Case(tokens, 288) for tokens in (64, 4096, 65536)),
+        *(Case(tokens) for tokens in (1, 16, 64, 512, 4096, 16384, 65536)),
+        *(Case(tokens, 288) for tokens in (64, 4096, 16384, 65536)),
         Case(65536, 416),
         *(Case(tokens, choice="mse") for tokens in (64, 4096)),
     )
@@ -292,8 +300,9 @@ OP = Op(
     },
     binaries=(
         _binary("few_352", 352, 1),
-        _binary("many_352", 352, MANY_ROWS),
-        _binary("many_288", 288, MANY_ROWS, quick=False),
+        _binary("many_352", 352, MANY_ROWS, quick=False),
+        _binary("turns_352", 352, MANY_ROWS, turns=True),
+        _binary("turns_288", 288, MANY_ROWS, turns=True, quick=False),
         _binary("few_352_mse", 352, 1, search=True, quick=False),
     ),
     bench_cases=_bench_cases(),
@@ -302,13 +311,12 @@ OP = Op(
 
 
 SWEPT = (
-    *(Tile(1, 1, ahead) for ahead in (False, True)),  # 16 values a thread: whole blocks
-    Tile(2, 2, True),
-    *(Tile(4, 4, ahead) for ahead in (False, True)),
-    Tile(8, 8, True),
-    *(Tile(1, 2, ahead) for ahead in (False, True)),  # 8 values a thread
-    Tile(4, 2, True),  # 32 values a thread
-    *(Tile(8, 4, ahead) for ahead in (False, True)),
+    *(Tile(rows, rows) for rows in (1, 2, 4, 8)),  # 16 values a thread: whole blocks
+    Tile(1, 2),  # 8 values a thread
+    Tile(8, 4),  # 32 values a thread
+    *(Tile(4, 4, programs) for programs in (528, 792, 1584)),
+    Tile(8, 8, 528),
+    Tile(8, 4, 792),
 )
 
 SWEEP = sweep(

@@ -28,6 +28,7 @@ struct Params {
   int64_t slots;
   int tokens, queries, heads, width;
   int whole, splits;  // the first tokens have one block for each group of heads, which writes the output; the others have `splits`
+  int cluster_log2;   // not 0: each of these splits is a cluster of blocks, 2 to this, which join it; one split is the output. Hopper only
   int wide_ids;
   float scale_log2;   // of scores of what tiles hold, times log2(e)
   float out_scale;    // from what tiles hold to values
@@ -40,7 +41,8 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Work {
   int token, request, query, head, begin, end, length;  // tiles begin … end of a list of `length` entries
-  int part;  // which of all parts [tokens - whole, splits] the block writes; negative: the output
+  int part;    // which of all parts [tokens - whole, splits] the block writes; negative: the output
+  int blocks;  // of a cluster, which have the list's parts and join them; else 1
 
   // Row of a head of the block in the output, or in parts.
   __device__ __forceinline__ int64_t row_of(const Params& p, int head_of_block) const {
@@ -54,6 +56,7 @@ __device__ __forceinline__ Work work_of(const Params& p, int heads_of_block) {
   const int groups = (p.heads + heads_of_block - 1) / heads_of_block, list = blockIdx.x / groups;
   w.head = blockIdx.x % groups * heads_of_block;
   w.part = list - p.whole;
+  w.blocks = 1;
   w.token = w.part < 0 ? list : p.whole + w.part / p.splits;
   w.request = w.token / p.queries;
   w.query = w.token % p.queries;

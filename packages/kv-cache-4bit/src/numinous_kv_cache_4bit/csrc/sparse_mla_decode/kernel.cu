@@ -24,6 +24,7 @@
 #include "sm90.cuh"
 #endif
 #include "common.cuh"
+#include "join.cuh"
 
 namespace numinous {
 
@@ -119,6 +120,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
   const float* bias = reinterpret_cast<const float*>(shared + S::kBias);
   float* stat = reinterpret_cast<float*>(shared + S::kStat);  // sums [half][head]
   float* maxima = stat + 128;                                 // [head] so far, of whoever wrote P
+  float* sums = stat + 192;                                   // [head], for the cluster
   const uint32_t full = base + S::kBarriers, empty = full + 32, peaked = full + 64, weighed = full + 72;
 
   const uint64_t q_at = descriptor(base + S::kQ, 16, kGroupBytes), p_at = descriptor(base + S::kP, 16, kGroupBytes);
@@ -255,14 +257,24 @@ __device__ __forceinline__ void consume_wide(const Params& p, const Work& w, uin
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int head = fragment_row(thread, 2 * r);
-    // In one order in both warpgroups, so that both have the same factor.
-    factor[r] = finish(p, w, head, most[r], stat[head] + stat[64 + head], half == 0 && thread % 4 == 0);
+    const bool writes = half == 0 && thread % 4 == 0;
+    const float total = stat[head] + stat[64 + head];  // in one order in both warpgroups, so that both have the same factor
+    if (w.blocks == 1) {
+      factor[r] = finish(p, w, head, most[r], total, writes);
+    } else {
+      factor[r] = 1.0f;
+      if (writes) {
+        maxima[head] = most[r];
+        sums[head] = total;
+      }
+    }
   }
 #pragma unroll
   for (int i = 0; i < 128; ++i) {
     const int dim = dim_of_position(R::kFourBit, 256 * half + fragment_column(thread, i));
     stage[fragment_row(thread, i) * kStageStride + dim] = o[i / 64][i % 64] * factor[i % 4 / 2];
   }
+  if (w.blocks > 1) return join_cluster(p, w, stage, maxima, sums, 64);
   named_barrier(kAllConsumers, kConsumers);
   store_output(p, w, stage, 64);
 }
@@ -405,6 +417,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
   named_barrier(kAllConsumers, kConsumers);  // all tiles and sums are read
   float* stage = reinterpret_cast<float*>(shared + S::kStage);
   float* theirs = reinterpret_cast<float*>(shared + S::kStat);  // [2][head]: the second warpgroup's maxima and sums
+  float* tops = theirs + 2 * kHeads;                            // [2][head]: both warpgroups', for the cluster
   if (group == 1) {
 #pragma unroll
     for (int panel = 0; panel < kLatentPanels; ++panel)
@@ -425,9 +438,15 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
       const int head = head_of(thread, c);
       const float now = fmaxf(most[c], theirs[head]), by = exponent_of(p, now);
       float mine = exp2_fast(most[c] * p.scale_log2 - by), other = exp2_fast(theirs[head] * p.scale_log2 - by);
-      const float factor = finish(p, w, head, now, sum[c] * mine + theirs[kHeads + head] * other, thread < 4);
-      mine *= factor;
-      other *= factor;
+      const float total = sum[c] * mine + theirs[kHeads + head] * other;
+      if (w.blocks == 1) {
+        const float factor = finish(p, w, head, now, total, thread < 4);
+        mine *= factor;
+        other *= factor;
+      } else if (thread < 4) {
+        tops[head] = now;
+        tops[kHeads + head] = total;
+      }
 #pragma unroll
       for (int panel = 0; panel < kLatentPanels; ++panel)
 #pragma unroll
@@ -448,8 +467,9 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const Work& w, u
 #pragma unroll
       for (int at = 0; at < 8; ++at) eight[at] = v[at];
     }
-    named_barrier(kAllConsumers, kConsumers);
+    if (w.blocks == 1) named_barrier(kAllConsumers, kConsumers);
   }
+  if (w.blocks > 1) return join_cluster(p, w, stage, tops, tops + kHeads, kHeads);
   store_output(p, w, stage, kHeads);
 }
 
@@ -462,10 +482,10 @@ __device__ __forceinline__ void attend(const Params& p) {
   uint8_t* shared = dynamic_shared();
   shared += (1024 - shared_address(shared) % 1024) % 1024;
   const uint32_t base = shared_address(shared), full = base + S::kBarriers, empty = full + 32;
-  const Work w = work_of(p, kHeads);
-  if (p.whole < p.tokens) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
+  const Work w = clustered_work_of(p, kHeads);
+  if (p.whole < p.tokens && p.splits > 1) start_next_grid();  // `combine` may start when all blocks have come here; it waits for their end
 
-  if (no_part(p, w, kHeads)) return;
+  if (w.blocks == 1 && no_part(p, w, kHeads)) return;
   if (threadIdx.x == 0) {
     for (int half = 0; half < 4; ++half) {
       barrier_init(full + 8 * half, 128);

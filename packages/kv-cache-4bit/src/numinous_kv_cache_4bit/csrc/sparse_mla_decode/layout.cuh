@@ -96,6 +96,42 @@ struct Plan {
   static_assert(kBytes <= 232448, "more shared memory than a block can have");
 };
 
+// Shared memory of a block of kernel_packed.cu from a multiple of 1024 on: rows stay packed, in a ring of stages.
+constexpr int kScaleLine = 40;  // words of a block scale of all rows of a tile: 64 bf16 and a gap, so that lines fall into different banks
+
+// Word of block `block` in a stage's scales. Eight blocks more move by eight words further, so that producers do not meet in a bank either.
+NUMINOUS_HD int scale_line(int block) { return block * kScaleLine + block / 8 * 8; }
+// Rows `pair` and `pair` + 8 of 16 share a word of a line: two words side by side are what a thread multiplies V's values by.
+NUMINOUS_HD int scale_word(int pair) { return pair % 4 * 2 + pair / 4; }
+
+template <class R, int kHeads>
+struct PackedPlan {
+  static_assert(R::kFourBit, "scales are those of 4-bit rows");
+  static constexpr int kQ = 0;
+  static constexpr int kP = R::kPanels * kHeads * 128;  // probabilities of each warpgroup's tile, [head][row]
+  static constexpr int kPBytes = kHeads * 128;
+  static constexpr int kStages = kP + 2 * kPBytes;
+  static constexpr int kScales = kTile * R::kBytes;  // in a stage, behind its rows
+  static constexpr int kStageBytes = kScales + 4 * (32 * kScaleLine + 24);
+  static constexpr int kRest = 4 * kHeads * 4 + 16 + 7 * 4 * 4 + 16 * 8 + 1024;
+  static constexpr int kFit = (232448 - kRest - kStages) / kStageBytes;
+  static constexpr int kCount = kFit < 7 ? kFit : 7;
+  static constexpr int kFlight = kCount - 2;  // tiles under way; one more is at work twice, once as S and once as O
+  static constexpr int kMost = kStages + kCount * kStageBytes;  // [head] largest scores
+  static constexpr int kBy = kMost + kHeads * 4;                // [head] what is subtracted from exponents
+  static constexpr int kAlpha = kBy + kHeads * 4;               // [2][head] of a tile: what sums and output before it are multiplied by
+  static constexpr int kChanged = kAlpha + 2 * kHeads * 4;      // [2] whether any of these is not 1
+  static constexpr int kMasks = kChanged + 16;                  // [stage][warp]: which of 16 rows are rows
+  static constexpr int kBarriers = kMasks + kCount * 16;        // full[kCount], empty[kCount], weighed[2]
+  static constexpr int kBytes = kBarriers + (2 * kCount + 2) * 8 + 1024;  // the last for the start
+  // When all tiles are read:
+  static constexpr int kStage = kQ;                   // output, fp32 [heads][kStageStride], where a cluster joins it
+  static constexpr int kSums = kMost - 8 * kHeads * 4;  // [warp of eight][head]
+  static_assert(kHeads * kStageStride * 4 <= kSums - kStage, "the output's stage does not fit");
+  static_assert(kCount >= 4 && kBytes <= 232448, "more shared memory than a block can have");
+  static_assert(kPBytes % 1024 == 0 && kStageBytes % 16 == 0 && kBarriers % 8 == 0, "alignment");
+};
+
 // --- Who does what ----------------------------------------------------------------------------------------------------------
 
 // Producer `thread` of a tile: its row in pass `pass` of warpgroup `group` of `groups`, and which quarter of the row. Eight
@@ -142,6 +178,13 @@ NUMINOUS_HD int visible(int length, int queries, int query, int width) {
 NUMINOUS_HD uint32_t e2m1_pair(uint32_t word, int i) {
   const uint32_t magnitude = i == 0 ? word << 6 : i == 1 ? word << 2 : i == 2 ? word >> 2 : word >> 6;
   return (magnitude & 0x01c001c0u) | ((word << (12 - 4 * i)) & 0x80008000u);
+}
+
+// The same by a product, which takes shifts off the pipe that masks need: a nibble alone in its half, twice, six bits apart, lies with its
+// magnitude at bits 6 … 8 and with its sign at bit 15.
+NUMINOUS_HD uint32_t e2m1_pair_by_product(uint32_t word, int i) {
+  const uint32_t from = i < 2 ? word : word >> 8;
+  return ((i % 2 == 0 ? (from & 0x000f000fu) * 0x1040u : (from & 0x00f000f0u) * 0x0104u)) & 0x81c081c0u;
 }
 
 // Step of a rope group as a pair of bf16 in units of 2^-121, from its eight block scales: sign bits 0 … 6 become bits 7 … 13, all of the

@@ -90,6 +90,58 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bo
       : "l"(a), "l"(b), "r"(int(add)), "n"(int(kMnMajorA)), "n"(int(kMnMajorB)));
 }
 
+// The same with a in registers, a fragment of 64 × 16: 0 and 2 have row lane / 4, inner values 2 · (lane % 4) and 8 further, 1 and 3 the row 8
+// below. They stay as they are until the products are awaited. b is K-major.
+
+__device__ __forceinline__ void wgmma_registers(float (&d)[4], const uint32_t* a, uint64_t b, bool add) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      " setp.ne.b32 p, %9, 0;\n"
+      " wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, %8, p, 1, 1, 0;}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+}
+
+__device__ __forceinline__ void wgmma_registers(float (&d)[8], const uint32_t* a, uint64_t b, bool add) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      " setp.ne.b32 p, %13, 0;\n"
+      " wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "{%8, %9, %10, %11}, %12, p, 1, 1, 0;}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+}
+
+__device__ __forceinline__ void wgmma_registers(float (&d)[16], const uint32_t* a, uint64_t b, bool add) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      " setp.ne.b32 p, %21, 0;\n"
+      " wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+}
+
+__device__ __forceinline__ void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b, bool add) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      " setp.ne.b32 p, %37, 0;\n"
+      " wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(add)));
+}
+
 // What a lane has, the same in all lanes of a warp and known to be so: descriptors stay in uniform registers.
 __device__ __forceinline__ int uniform(int v, int lane = 0) { return __shfl_sync(~0u, v, lane); }
 
@@ -120,8 +172,42 @@ __device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) {
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same, and whether any thread says so.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool mine) {
+  int any;
+  asm volatile(
+      "{.reg .pred p, q;\n"
+      " setp.ne.b32 p, %3, 0;\n"
+      " barrier.cta.red.or.pred q, %1, %2, p;\n"
+      " selp.b32 %0, 1, 0, q;}\n" : "=r"(any) : "r"(id), "r"(threads), "r"(int(mine)) : "memory");
+  return any != 0;
+}
 // What ordinary stores wrote to shared memory, WGMMA reads.
 __device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- Blocks of a cluster ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+// Of all threads of all blocks, but of those that have ended; what one wrote before, all can read.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same for threads that have only read: without the release, which waits for what they stored to memory.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// What lies where `p` points to, in block `rank`.
+__device__ __forceinline__ const float* in_block(const float* p, int rank) {
+  const float* there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+  return there;
+}
+
+// --- Registers ----------------------------------------------------------------------------------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() {
@@ -151,6 +237,32 @@ __device__ __forceinline__ void prefetch_row(const uint8_t* p) { prefetch_bytes(
 __device__ __forceinline__ const uint8_t* settled(const uint8_t* p) {
   asm volatile("" : "+l"(p));
   return p;
+}
+// 16 bytes of a row to shared memory, asynchronously; zeros where it is not `there`.
+__device__ __forceinline__ void copy_of_row(uint32_t to, const uint8_t* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most the `kLeft` youngest groups of the thread's copies are under way.
+template <int kLeft>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+// Volatile, so that they stay behind the barrier that they stand behind.
+__device__ __forceinline__ uint32_t word_at(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint2 words_at(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+// A value from which everything is computed anew, and not kept from before.
+__device__ __forceinline__ int again(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
 }
 __device__ __forceinline__ void store_shared(uint32_t at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
