@@ -213,7 +213,8 @@ def test_splits_script_on_the_model(
     library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
 
     def launch(call: Any, split: Any, products: Any) -> None:
-        run_call(library, call, kernels.cuda_params(call, split)[0], products)
+        params, _parts_kept = kernels.cuda_params(call, split)
+        run_call(library, call, params, products)
 
     monkeypatch.setattr(kernels, "_launch_cuda", launch)
     monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
