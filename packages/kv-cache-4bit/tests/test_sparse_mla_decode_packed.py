@@ -242,6 +242,8 @@ def test_scores_apart_on_the_model(compiled: Any, heads: int, order: str) -> Non
     got = run_model(compiled(352), case, inputs, "packed")
     want = OP.reference(case, inputs)
     OP.compare(case, got, want)
+    split = Case(1, heads, 300, splits=4)  # over blocks that are as far apart
+    OP.compare(split, run_model(compiled(352), split, inputs, "packed", cluster=4), want)
     inputs["q"][0, 0, 1, 7] = torch.inf
     got = run_model(compiled(352), case, inputs, "packed")
     others = [head for head in range(heads) if head != 1]
