@@ -213,7 +213,8 @@ def test_splits_script_on_the_model(
     library = compiled(352, CLUSTER_FAULTS[fault]) if fault else compiled(352)
 
     def launch(call: Any, split: Any, products: Any) -> None:
-        run_call(library, call, kernels.cuda_params(call, split)[0], products)
+        params, _parts_kept = kernels.cuda_params(call, split)
+        run_call(library, call, params, products)
 
     monkeypatch.setattr(kernels, "_launch_cuda", launch)
     monkeypatch.setattr(kernels, "_places", lambda *_: {1: 12, 2: 12, 4: 8})
@@ -241,6 +242,8 @@ def test_scores_apart_on_the_model(compiled: Any, heads: int, order: str) -> Non
     got = run_model(compiled(352), case, inputs, "packed")
     want = OP.reference(case, inputs)
     OP.compare(case, got, want)
+    split = Case(1, heads, 300, splits=4)  # over blocks that are as far apart
+    OP.compare(split, run_model(compiled(352), split, inputs, "packed", cluster=4), want)
     inputs["q"][0, 0, 1, 7] = torch.inf
     got = run_model(compiled(352), case, inputs, "packed")
     others = [head for head in range(heads) if head != 1]
