@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=352, help="bytes of a row")
     parser.add_argument("--queries", type=int, default=1, help="of a request")
     parser.add_argument("--splits", type=int, default=0, help="0: the kernel's choice")
-    parser.add_argument("--impl", choices=["cuda", "packed"], default="cuda")
+    parser.add_argument("--impl", choices=["cuda", "decoded", "packed"], default="cuda")
     parser.add_argument("--launches", type=int, default=12)
     parser.add_argument("--metrics", action="store_true", help="print what ncu is to be asked for")
     parser.add_argument("--summary", type=Path, metavar="FILE.csv", help="read what ncu wrote")

@@ -175,6 +175,7 @@ class NativeKernel:
         page_table: torch.Tensor | None = None,
         lengths: torch.Tensor | None = None,
         splits: int | None = None,
+        impl: sparse_mla_decode.Impl | None = None,
     ) -> sparse_mla_decode.Decoded:
         sparse_mla_decode._checked(
             q, pool, sm_scale, index, page_table, lengths, None, 1.0, splits

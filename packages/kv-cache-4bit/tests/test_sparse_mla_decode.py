@@ -27,7 +27,7 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
 )
 from numinous_kv_cache_4bit.workbench.sparse_mla_decode import OP, SM_SCALE, Case
 from numinous_tooling.bench.clocks import CpuClock
-from numinous_tooling.formats import join_steps, steps_of
+from numinous_tooling.formats import KV4, STOCK_FP8, join_steps, steps_of
 from numinous_tooling.numerics import dequantize_int8
 from numinous_tooling.testing.kernels import KernelTests
 from numinous_tooling.testing.tensors import assert_bitwise_equal, big_pool
@@ -477,6 +477,18 @@ def test_split_last_turn() -> None:
                 assert splits == choose_splits((tokens - whole) * groups, 32, 132)
 
 
+def test_products_of() -> None:
+    """On Hopper few rows of many heads are decoded into shared memory, other 4-bit rows in registers; FP8 rows and other GPUs have one kernel."""
+    for heads, tokens, few in ((64, 1, True), (64, 16, True), (64, 17, False), (128, 8, True), (128, 9, False), (33, 1, True), (32, 1, False), (8, 1, False)):  # fmt: skip
+        taken = kernels.products_of("wgmma", KV4, heads, tokens, 2048, 132)
+        assert taken == ("wgmma" if few else "packed"), (heads, tokens)
+        assert kernels.products_of("wgmma", STOCK_FP8, heads, tokens, 2048, 132) == "wgmma"
+        for made_for in ("mma", "tcgen05"):
+            assert kernels.products_of(made_for, KV4, heads, tokens, 2048, 132) == made_for
+    assert kernels.products_of("wgmma", KV4, 64, 1, 64 * 528 + 1, 132) == "packed"
+    assert kernels.other_impl(KV4, 64, torch.device("cpu")) is None
+
+
 def test_split_over_clusters() -> None:
     """With 132 multiprocessors in GPCs of 16 and 18: as many blocks as clusters have room for, whole lists in whole clusters."""
     h200 = {1: 132, 2: 132, 4: 128, 8: 128, 16: 128}
@@ -579,14 +591,14 @@ def test_refusals(change: dict[str, Any], error: type[Exception], text: str) -> 
 
 
 @pytest.mark.tier("device")
-@pytest.mark.parametrize("impl", ["cuda", "packed", "triton"])
+@pytest.mark.parametrize("impl", ["cuda", "decoded", "packed", "triton"])
 def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
     """Rows behind byte 2^31 of a pool."""
     capability = torch.cuda.get_device_capability(gpu)
     if impl == "cuda" and capability not in kernels.MADE_FOR:
         pytest.skip("cuda is not made for this compute capability")
-    if impl == "packed" and kernels.MADE_FOR.get(capability) != "wgmma":
-        pytest.skip("packed is made for Hopper")
+    if impl in kernels.BY_NAME and kernels.MADE_FOR.get(capability) != "wgmma":
+        pytest.skip(f"{impl} is made for Hopper")
     pool = big_pool((352,), torch.uint8, gpu)
     case = Case(1, 64, 100)
     inputs = OP.make_inputs(case, 0, gpu)
@@ -598,14 +610,17 @@ def test_past_2_31_bytes(impl: kernels.Impl, gpu: torch.device) -> None:
 
 @pytest.mark.tier("device", archs=("sm90", "sm100", "sm103", "sm120"))
 @pytest.mark.parametrize("heads", [16, 32, 64])
-@pytest.mark.parametrize("impl", ["cuda", "packed"])
+@pytest.mark.parametrize("impl", ["cuda", "decoded", "packed"])
 def test_splits_agree(impl: kernels.Impl, heads: int, gpu: torch.device) -> None:
     """Every number of splits gives the same within rounding, each the same bits every time."""
     case = Case(2, heads, 2048)
     inputs = OP.make_inputs(case, 0, gpu)
     want = OP.reference(case, inputs)
-    if impl == "packed" and kernels.MADE_FOR[torch.cuda.get_device_capability(gpu)] != "wgmma":
-        pytest.skip("packed is made for Hopper")
+    if (
+        impl in kernels.BY_NAME
+        and kernels.MADE_FOR[torch.cuda.get_device_capability(gpu)] != "wgmma"
+    ):
+        pytest.skip(f"{impl} is made for Hopper")
     for splits in (1, 2, 3, 4, 8, 16, 31, 32, 33, 64):
         first, again = (
             sparse_mla_decode(

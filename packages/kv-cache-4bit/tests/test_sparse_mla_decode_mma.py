@@ -146,9 +146,11 @@ def test_source_by_gpu(
     built, name, grid, threads, _, options = launched[0]
     assert built == archs
     if splits is None:  # of the list's 20 tiles, for all multiprocessors
-        splits = kernels.split_last_turn(3, 64 // plan.heads, 20, places).splits
+        _, splits, of_cluster = kernels.split_last_turn(3, 64 // plan.heads, 20, places)
         assert splits > 1
-    cluster = (splits,) if splits in places and splits > 1 else None
+    else:
+        of_cluster = splits if splits in places else 1
+    cluster = (of_cluster,) if of_cluster > 1 else None
     assert (name, grid, threads) == (plan.entry, (3 * splits * 64 // plan.heads,), plan.threads)
     assert options == {
         "shared": plan.shared(call.row),
@@ -158,7 +160,7 @@ def test_source_by_gpu(
     }
     joins = [(one[1], one[2], one[5]) for one in launched[1:]]
     pdl = {"shared": 0, "stream": 7, "pdl": True, "cluster": None}
-    assert joins == [("combine", (3 * 64,), pdl)] * (splits > 1 and cluster is None)
+    assert joins == [("combine", (3 * 64,), pdl)] * (splits > of_cluster)
 
 
 # --- On the GPU -----------------------------------------------------------------------------------------------------

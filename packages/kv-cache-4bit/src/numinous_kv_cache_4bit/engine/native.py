@@ -26,14 +26,22 @@ from typing import Any
 import torch
 
 from numinous_kv_cache_4bit.engine.rows import KeptRows
-from numinous_kv_cache_4bit.kernels.sparse_mla_decode import reference, sparse_mla_decode
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
+    Impl,
+    other_impl,
+    reference,
+    sparse_mla_decode,
+)
 from numinous_kv_cache_4bit.options import DECODE, NATIVE, SCRATCH
 from numinous_tooling.formats import LATENT_DIM, row_format
 from numinous_tooling.patching.flags import option_value
 
 MOST_QUERIES = 8  # rows of a request: what the kernel is made for
 PROBE = 2048  # names in the table of `prove`
-PROBE_SPLITS = 3  # of them: several tiles each, as in large batches, and parts to join
+PROBE_SPLITS = (
+    3,
+    2,
+)  # of them: several tiles each, as in large batches; parts to join, and on Hopper a cluster that joins
 PROBED = 8  # rows among them
 
 logger = logging.getLogger(__name__)
@@ -63,6 +71,7 @@ def attend(
     table: torch.Tensor,
     sm_scale: float,
     splits: int | None = None,
+    impl: Impl | None = None,
 ) -> torch.Tensor:
     """What `_forward_flashmla_kv` returns, of rows that have a table each.
 
@@ -71,6 +80,7 @@ def attend(
         cache: 1-byte type [slots, 1, width], the pool.
         table: int32 or int64 [rows, n], slots; -1 where there is none.
         splits: of each table; None lets the kernel choose.
+        impl: None lets it choose, too.
 
     Returns:
         bf16 [rows, 1, heads, 512], contiguous; zeros in rows without a slot.
@@ -82,6 +92,7 @@ def attend(
         sm_scale=sm_scale,
         index=table[:, None],
         splits=splits,
+        impl=impl,
     ).out
 
 
@@ -136,8 +147,9 @@ def prove(rows: KeptRows, heads: int, width: int, device: torch.device) -> None:
     option = DECODE.get(rows.feature)
     instead = f"set {option.name}={SCRATCH}" if option else "switch the feature off"
     try:
-        out = attend(q, cache[:, None], table, scale, PROBE_SPLITS)
-        wrong = float((out.double() - want).abs().max())
+        ways = [(n, impl) for n in PROBE_SPLITS for impl in (None, other_impl(row, heads, device))]
+        outs = [attend(q, cache[:, None], table, scale, n, impl) for n, impl in dict.fromkeys(ways)]
+        wrong = float((torch.stack(outs).double() - want).abs().max())
     except Exception as error:  # whatever it is, the user has to be told what to do
         line = (str(error).splitlines() or [type(error).__name__])[0]
         rows.refuse(f"sparse_mla_decode does not run here ({line}); {instead}")

@@ -18,8 +18,8 @@
 *Numerics*  scores in fp32 of bf16 products. 4-bit rows are exact in bf16, FP8 rows are rounded to bf16 once; probabilities are rounded to
             bf16, their sum is not. Splits are joined in order: the same bits every time for the same number of splits.
 *Versions*  "cuda" for sm90a (WGMMA), sm120a (mma.sync, ≤ 99 KB of shared memory) and, where it is asked for, sm100 and sm103 (tcgen05),
-            all in csrc/sparse_mla_decode; "packed", version 5 for 4-bit rows on sm90a, where it is asked for; "triton" everywhere;
-            docs/deep-dives/sparse-mla-decode.md.
+            all in csrc/sparse_mla_decode; on sm90a two kernels for 4-bit rows, "packed" and, for few rows of many heads, "decoded"; "triton"
+            everywhere; docs/deep-dives/sparse-mla-decode.md.
 *Arch*      see catalog.py.
 """
 
@@ -29,7 +29,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -60,7 +60,7 @@ PACKAGE = "numinous_kv_cache_4bit"
 PAGE = 64
 MAX_QUERIES, MAX_HEADS = 8, 128
 
-Impl = Literal["cuda", "packed", "triton"]
+Impl = Literal["cuda", "decoded", "packed", "triton"]
 
 
 class Decoded(NamedTuple):
@@ -537,6 +537,11 @@ MADE_FOR: dict[tuple[int, int], Products] = {
 }
 """Compute capability -> products that the CUDA version takes there. "mma" runs on 9.0, too, where tests put it in."""
 
+BY_NAME: dict[Impl, Products] = {"decoded": "wgmma", "packed": "packed"}
+"""Hopper's two kernels of 4-bit rows; `products_of` takes one of them."""
+
+MANY_TILES = 4  # of each multiprocessor, from which on a block of "packed", whose start is longer and whose tiles are shorter, ends sooner (run: 2 lose 4 %, 8 gain 8 %)
+
 ON_REQUEST: tuple[Products, ...] = ("mma", "tcgen05")
 """Taken where impl="cuda" asks for them, and nowhere else: no GPU has run them, and no feature proves them at boot as it does WGMMA."""
 
@@ -585,6 +590,23 @@ def schedule(heads: int, products: Products = "wgmma") -> Schedule:
     if products == "tcgen05":
         return HEADS_16 if heads <= 16 else HEADS_32 if heads <= 32 else HEADS_64
     return NARROW_16 if heads <= 16 else NARROW_32 if heads <= 32 else WIDE
+
+
+def products_of(
+    made_for: Products, row: RowFormat, heads: int, tokens: int, width: int, processors: int
+) -> Products:
+    """Which kernel serves `tokens` lists of at most `width` rows. On Hopper 4-bit rows are "packed"'s, but for few rows of many heads."""
+    if made_for != "wgmma" or row.stock:
+        return made_for
+    groups, tiles = -(-heads // 64), -(-width // TILE)
+    few = heads > 32 and tokens * groups * tiles < MANY_TILES * processors
+    return "wgmma" if few else "packed"
+
+
+def other_impl(row: RowFormat, heads: int, device: torch.device) -> Impl | None:
+    """The kernel that more tokens would take there than one does; None where there is one only."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return "packed" if capability == (9, 0) and not row.stock and heads > 32 else None
 
 
 class _Params(ctypes.Structure):
@@ -668,7 +690,14 @@ def _launch_cuda(
 ) -> None:
     """`split` is for who compares them; left out, the call's or the best."""
     capability = torch.cuda.get_device_capability(call.q.device)
-    products = products or MADE_FOR[capability]
+    products = products or products_of(
+        MADE_FOR[capability],
+        call.row,
+        call.heads,
+        call.tokens,
+        call.width,
+        _processors(call.q.device),
+    )
     plan = schedule(call.heads, products)
     with torch.cuda.device(call.q.device):
         stream = torch.cuda.current_stream().cuda_stream
@@ -735,8 +764,8 @@ def sparse_mla_decode(
         sink: fp32 [heads].
         latent_scale: the rows' global scale, a power of two.
         splits: of a list of rows over blocks, 1 … 64; None chooses by the GPU's multiprocessors.
-        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too; "packed" is
-            version 5 of "cuda" for 4-bit rows on sm90, until a GPU has said which of the two stays.
+        impl: None takes "cuda" on sm90 where it takes the call, else "triton"; "cuda" takes sm100, sm103 and sm120, too. It has two kernels
+            for 4-bit rows on sm90 and takes the faster one; "decoded" and "packed" name them.
 
     Raises:
         TypeError: a dtype is not the one named.
@@ -744,31 +773,31 @@ def sparse_mla_decode(
         NotImplementedError: "cuda" for another GPU, or for rows that do not start at multiples of 16 bytes.
     """
     call = _checked(q, pool, sm_scale, index, page_table, lengths, sink, latent_scale, splits)
-    if impl not in (None, "cuda", "packed", "triton"):
-        raise ValueError(f"impl is 'cuda', 'packed', 'triton' or None, got {impl!r}")
-    packed = impl == "packed"
-    reason = _not_cuda(call, asked=impl is not None, packed=packed) if impl != "triton" else ""
-    if impl in ("cuda", "packed") and reason:
+    if impl is not None and impl not in get_args(Impl):
+        raise ValueError(f"impl is {', '.join(map(repr, get_args(Impl)))} or None, got {impl!r}")
+    products = BY_NAME.get(impl) if impl else None
+    reason = "" if impl == "triton" else _not_cuda(call, impl, products)
+    if impl not in (None, "triton") and reason:
         raise NotImplementedError(f"impl={impl!r} {reason}; use impl='triton'")
     if call.tokens and call.heads:
         if reason or impl == "triton":
             _launch_triton(call)
         else:
-            _launch_cuda(call, products="packed" if packed else None)
+            _launch_cuda(call, products=products)
     return Decoded(call.out, call.lse)
 
 
-def _not_cuda(call: _Call, *, asked: bool, packed: bool = False) -> str:
-    """Why a CUDA version does not take a call; empty where it does. Not `asked` for, products of `ON_REQUEST` are not taken."""
+def _not_cuda(call: _Call, impl: Impl | None, products: Products | None) -> str:
+    """Why a CUDA version does not take a call; empty where it does. Without `impl`, products of `ON_REQUEST` are not taken."""
     if call.q.device.type != "cuda" or torch.version.hip is not None:
         return f"needs tensors on an NVIDIA GPU, got {call.q.device}"
     capability = torch.cuda.get_device_capability(call.q.device)
     if capability not in MADE_FOR:
         known = ", ".join(f"{major}.{minor}" for major, minor in MADE_FOR)
         return f"is made for compute capability {known}, this is {capability[0]}.{capability[1]}"
-    if packed and (MADE_FOR[capability] != "wgmma" or call.row.stock):
+    if products and (MADE_FOR[capability] != "wgmma" or call.row.stock):
         return f"is made for 4-bit rows and compute capability 9.0, this is {capability[0]}.{capability[1]}, {call.row.name}"
-    if MADE_FOR[capability] in ON_REQUEST and not asked:
+    if MADE_FOR[capability] in ON_REQUEST and impl is None:
         return "has not run on such a GPU and waits to be asked for"
     if call.q.data_ptr() % 16 or any(stride % 8 for stride in call.q.stride()[:3]):
         return f"needs heads of q at multiples of 16 bytes, got strides {call.q.stride()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -19,13 +18,8 @@ from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
     BLOCK_N,
     PAGE,
     Impl,
-    Products,
-    _checked,
-    _launch_cuda,
-    _split_of,
     reference,
     row_format_of,
-    schedule,
     sparse_mla_decode,
     traffic,
     triton_heads,
@@ -228,29 +222,7 @@ def _ours(impl: Impl) -> Any:
     return run
 
 
-def _by_parts(products: Products) -> Callable[[Case, Tensors], Tensors]:
-    """A Hopper version with all splits joined by a second kernel: beside clusters in one run, until the verdict is in."""
-
-    def run(case: Case, inputs: Tensors) -> Tensors:
-        call = _checked(
-            inputs["q"],
-            inputs["pool"],
-            SM_SCALE,
-            inputs.get("index"),
-            inputs.get("page_table"),
-            inputs.get("lengths"),
-            inputs["sink"],
-            case.scale,
-            case.splits or None,
-        )
-        split = _split_of(call, schedule(case.heads, products), clusters=False)
-        _launch_cuda(call, split=split, products=products)
-        return {"out": call.out, "lse": call.lse}
-
-    return run
-
-
-def _not_packed(case: Case) -> str | None:
+def _not_four_bit(case: Case) -> str | None:
     return "made for 4-bit rows" if row_format_of(case.width).stock else None
 
 
@@ -459,21 +431,8 @@ OP = Op(
     ),
     implementations={
         "cuda": Implementation(run=_ours("cuda"), archs=("sm90", "sm100", "sm103", "sm120")),
-        "cuda-parts": Implementation(
-            run=_by_parts("wgmma"),
-            archs=("sm90",),
-            refuses=lambda case: "nothing to launch" if not case.requests else None,
-        ),
-        "packed": Implementation(
-            run=_ours("packed"),
-            archs=("sm90",),
-            refuses=_not_packed,
-        ),
-        "packed-parts": Implementation(
-            run=_by_parts("packed"),
-            archs=("sm90",),
-            refuses=lambda case: "nothing to launch" if not case.requests else _not_packed(case),
-        ),
+        "decoded": Implementation(run=_ours("decoded"), archs=("sm90",), refuses=_not_four_bit),
+        "packed": Implementation(run=_ours("packed"), archs=("sm90",), refuses=_not_four_bit),
         "triton": Implementation(
             run=_ours("triton"),
             interpret=True,
