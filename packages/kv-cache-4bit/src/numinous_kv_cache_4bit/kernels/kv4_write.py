@@ -14,9 +14,8 @@
             132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values, but only 9 of those of the logic unit, which has half the lanes.
 *Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id, latent and rope part do not wait for each
             other, one latency. Above, 4 rows on 4 warps: a thread has a whole block of 16: no exchange between threads but by shuffles, for the
-            rope's steps. Where there are more rows than the programs that are resident together have, each takes four after four, and asks
-            for the next ahead of its work on these (`codec.behind_loads`). The machine code for sm90 has 258 instructions a turn, 14.3 a value
-            (sm100: 209), for one row 253, 28 a value: there the two warps exchange the steps through shared memory.
+            rope's steps. The machine code for sm90 has 264 instructions, 14.7 a value (sm100: 218), for one row 253, 28 a value: there the two
+            warps exchange the steps through shared memory.
 *Time*      measured: docs/kernels/kv4_write.md, which also derives it.
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
             saturates and leaves its neighbours finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0

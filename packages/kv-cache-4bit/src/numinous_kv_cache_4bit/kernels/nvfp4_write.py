@@ -22,14 +22,15 @@
             A NaN makes its block of 16 NaN (scale 0x7f, elements 0x7), inf saturates and leaves its neighbours finite, -0 keeps its sign.
 *Search*    `scale_choice="mse"` takes of 11 scales for a block that of least squared error: the bytes of `numerics.quantize_nvfp4(…,
             scale_choice="mse")`, which tries 13 (`codec.search_scale` says why fewer do). The global scale is then a number, a power of two.
-            A scale takes 10.4 instructions a value on sm90 (166 for a block), no fp64; all of them 114, on top of 12. *Derived*, one H200: 4096 tokens
+            A scale takes 10.4 instructions a value on sm90 (166 for a block), no fp64; all of them 114, on top of 14. *Derived*, one H200: 4096 tokens
             of 8 heads of 128 and 128 take 35 µs more, of FP8 keys 18; that is 1 % of such a prefill's time in a layer of an 8B model.
 *FP8 keys*  bit for bit `numerics.quantize_fp8_tensor(k, global_scale, reciprocal=True)`: values beyond 448 and inf saturate, a NaN is one NaN.
 *Global*    a float is checked: 2^-64 … 2^64. A tensor is not read back; outside that range, and for NaN, it makes every block NaN.
 *Bytes*     a token: 2 (Dk + Dv) heads + id read, 9/16 (Dk + Dv) heads written. 8 heads of 128 and 128: 5256 with int64 ids; at 4.25 TB/s
             (*reported* best copy of an H200) 4096 tokens take 5.1 µs, 16,384 20.3 µs. FP8 keys: Dk heads written; 5704, 5.5 µs and 22.0 µs.
 *Tiles*     a thread has one block of 16: two 16-byte loads that do not wait for the id, no exchange between threads, 8 bytes and one byte stored.
-@@*Arch*      see catalog.py. NVIDIA GPUs round E2M1 in packed fp16 arithmetic; gfx950 and the interpreter one number at a time.
+            222 instructions a block on sm90, 82 of them in the logic unit, in 32 registers: 64 warps a multiprocessor, which hide each other's latency.
+*Arch*      see catalog.py. NVIDIA GPUs round E2M1 in packed fp16 arithmetic; gfx950 and the interpreter one number at a time.
 """
 
 from __future__ import annotations
