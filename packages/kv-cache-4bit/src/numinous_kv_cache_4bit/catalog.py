@@ -15,7 +15,7 @@ KERNELS = (
         declared="numinous_kv_cache_4bit.workbench.kv4_write:OP",
         sentence="Quantises MLA latent and rope of new tokens to packed 4-bit rows and writes them at their slots.",
         arch=RUN,
-        # From 16,384 tokens on with the turns that are gone; `kv4_write_trial` has their absence.
+        # From 16,384 tokens on with the turns that are gone; `kv4_write_trial` has the code without.
         evidence=(
             "kv4_write-513f0ad96599",
             "kv4_write-c399c3e74980",
@@ -123,7 +123,7 @@ KERNELS = (
         declared="numinous_kv_cache_4bit.workbench.nvfp4_write:OP",
         sentence="Quantises K and V of new tokens to NVFP4, or K to FP8, and writes them at their slots in one launch; block scales searched if asked.",
         arch=RUN,
-        # From 4096 tokens on with the turns that are gone; `nvfp4_write_trial` has their absence.
+        # From 4096 tokens on with the turns that are gone; `nvfp4_write_trial` has the code without.
         evidence=(
             "nvfp4_write-44e81c041c06",
             "nvfp4_write-13b5d6e5c041",
