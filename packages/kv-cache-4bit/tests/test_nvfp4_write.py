@@ -113,7 +113,7 @@ def test_every_middle(gpu: torch.device) -> None:
 
 
 def _random_bits(device: torch.device, count: int) -> None:
-    """Every bf16 bit pattern is equally likely: NaN, inf and subnormals among them. So many blocks that programs take turns."""
+    """Every bf16 bit pattern is equally likely: NaN, inf and subnormals among them."""
     bits = torch.randint(-(2**15), 2**15, (count, 8, 64), dtype=torch.int16, device=device)
     x, loc = bits.view(torch.bfloat16), torch.arange(1, count + 1, device=device)
     for scale in (1.0, 0.013, 3.3e9):

@@ -133,29 +133,6 @@ def native(device: torch.device) -> int:
 
 
 @triton.jit
-def behind_loads(number, NATIVE: tl.constexpr):
-    """`number`, fp32, known when all threads of the program have issued the loads ahead of this: what is computed with it comes behind them.
-
-    The assembler would else move the loads of the next turn behind the arithmetic of this one, into the same registers. PTX: a barrier that also says
-    whether a condition holds in any thread; the one asked for never does, but only the barrier knows.
-    """
-    if NATIVE > 0:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .pred p, q; .reg .u32 n;
-            mov.u32 n, %ntid.y; setp.eq.u32 q, n, 0; barrier.cta.red.or.pred p, 0, q; selp.f32 $0, 0f7FFFFFFF, $1, p;
-            }""",
-            "=f,f",
-            [number],
-            dtype=tl.float32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        return number
-
-
-@triton.jit
 def words(pointer):
     """The same address, as that of 32-bit words."""
     return pointer.to(tl.pointer_type(tl.uint32))

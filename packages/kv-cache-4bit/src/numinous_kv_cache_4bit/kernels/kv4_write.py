@@ -14,9 +14,8 @@
             132 × 128 lanes at 1.75 GHz issue 18 instructions for each of 576 values, but only 9 of those of the logic unit, which has half the lanes.
 *Tiles*     up to 128 tokens a program is one row on 2 warps, 8 values a thread: the loads of id, latent and rope part do not wait for each
             other, one latency. Above, 4 rows on 4 warps: a thread has a whole block of 16: no exchange between threads but by shuffles, for the
-            rope's steps. Where there are more rows than the programs that are resident together have, each takes four after four, and asks
-            for the next ahead of its work on these (`codec.behind_loads`). The machine code for sm90 has 258 instructions a turn, 14.3 a value
-            (sm100: 209), for one row 253, 28 a value: there the two warps exchange the steps through shared memory.
+            rope's steps. The machine code for sm90 has 264 instructions, 14.7 a value (sm100: 218), for one row 253, 28 a value: there the two
+            warps exchange the steps through shared memory.
 *Time*      measured: docs/kernels/kv4_write.md, which also derives it.
 *Numerics*  bit for bit `reference`: the formats' encoder; for "mse" see `codec.search_scale`. A NaN makes its block of 16 NaN, inf
             saturates and leaves its neighbours finite, an amax up to 2^-11 × global_scale gives scale 0 and zeros of the sign; -0
@@ -35,7 +34,6 @@ import triton.language as tl
 
 from numinous_kv_cache_4bit.kernels.codec import (
     ScaleChoice,
-    behind_loads,
     block_amax,
     block_factor,
     block_scale,
@@ -59,20 +57,19 @@ ROPE_MODES = {288: ROPE_NONE, 352: ROPE_INT8, 416: ROPE_BF16}
 FEW_TOKENS = 128
 """Up to here a program writes one row."""
 MANY_ROWS = 4
-"""Rows of a program, or of its turn, above that."""
+"""Rows of a program above that."""
 
 
 class Tile(NamedTuple):
-    """Rows and warps of a program, and the most programs, which then take rows in turn; 0: one for each `rows`."""
+    """Rows and warps of a program."""
 
     rows: int
     warps: int
-    programs: int = 0
 
 
 def tile_for(tokens: int) -> Tile:
-    """What the launcher takes: many rows on nine programs for each SM of an H200, all resident at once (56 registers)."""
-    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4, 1188)
+    """What the launcher takes."""
+    return Tile(1, 2) if tokens <= FEW_TOKENS else Tile(MANY_ROWS, 4)
 
 
 # --- Reference ------------------------------------------------------------------------------------------------------
@@ -109,48 +106,35 @@ def traffic(tokens: int, width: int, id_bytes: int) -> Traffic:
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _load(
-    tile,
-    latent_ptr,
-    latent_stride,
-    rope_ptr,
-    rope_stride,
-    loc_ptr,
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def _kv4_write_kernel(
+    latent_ptr,  # [T, 256] words: two bf16 each
+    rope_ptr,  # [T, 32] words
+    loc_ptr,  # [T] int32 or int64
+    pool_ptr,  # [slots, width] uint8
+    latent_stride,  # in words
+    rope_stride,  # in words
     loc_stride,
+    pool_stride,  # in bytes
     tokens,
+    slots,
+    inverse_global,
     ROWS: tl.constexpr,
-    ROPE: tl.constexpr,
+    ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
+    SEARCH: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Slots [ROWS] and words of two bf16 numbers of the rows of a tile: latent [ROWS, 256] and rope [ROWS, 32], 0 where there is none."""
-    # All ahead of the first store, behind which a load waits, since the store could write what it reads. Not masked by the slots either.
-    token = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    # All loads ahead of the first store, behind which a load waits, since the store could write what it reads. Not masked by the slots either.
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = token < tokens
     loc = tl.load(loc_ptr + token * loc_stride, mask=live, other=0).to(tl.int64)
     at = latent_ptr + (token * latent_stride)[:, None] + tl.arange(0, 256)[None, :]
     latent = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
+    column = tl.arange(0, 32)[None, :]
     if ROPE > 0:
-        at = rope_ptr + (token * rope_stride)[:, None] + tl.arange(0, 32)[None, :]
+        at = rope_ptr + (token * rope_stride)[:, None] + column
         rope = tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True)
-    else:
-        rope = 0
-    return loc, latent, rope
 
-
-@triton.jit
-def _store(
-    loc,
-    latent,
-    rope,
-    pool_ptr,
-    pool_stride,
-    slots,
-    inverse_global,
-    ROWS: tl.constexpr,
-    ROPE: tl.constexpr,
-    SEARCH: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
     keep = (loc > 0) & (loc < slots)
     row = pool_ptr + loc * pool_stride  # [ROWS]
     pair = tl.reshape(latent, [ROWS, 32, 8])  # blocks of 16 values
@@ -170,7 +154,6 @@ def _store(
     tl.store(to, tl.reshape(packed, [ROWS, 256]), mask=keep[:, None])
 
     if ROPE > 0:
-        column = tl.arange(0, 32)[None, :]
         to = row + 288
         if ROPE == 1:
             pair = tl.reshape(rope, [ROWS, 4, 8])  # groups of 16 values
@@ -184,48 +167,7 @@ def _store(
             codes |= tl.reshape(signs, [ROWS, 32])
         else:
             tl.store(words(to)[:, None] + column, rope, mask=keep[:, None])
-    tl.store(row[:, None] + 256 + tl.arange(0, 32)[None, :], codes, mask=keep[:, None])
-
-
-@triton.jit(do_not_specialize=["tokens", "slots"])
-def _kv4_write_kernel(
-    latent_ptr,  # [T, 256] words: two bf16 each
-    rope_ptr,  # [T, 32] words
-    loc_ptr,  # [T] int32 or int64
-    pool_ptr,  # [slots, width] uint8
-    latent_stride,  # in words
-    rope_stride,  # in words
-    loc_stride,
-    pool_stride,  # in bytes
-    tokens,
-    slots,
-    inverse_global,
-    ROWS: tl.constexpr,  # of a program, or of a turn
-    TURNS: tl.constexpr,  # whether there are more rows than those of all programs
-    ROPE: tl.constexpr,  # 0 none, 1 INT8, 2 bf16
-    SEARCH: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    first = tl.program_id(0)
-    loc, latent, rope = _load(
-        first, latent_ptr, latent_stride, rope_ptr, rope_stride, loc_ptr, loc_stride, tokens, ROWS, ROPE
-    )  # fmt: skip
-    if TURNS:
-        step = tl.num_programs(0)
-        for tile in range(first, tl.cdiv(tokens, ROWS), step):
-            # Under way while these rows are worked on.
-            next_loc, next_latent, next_rope = _load(
-                tile + step, latent_ptr, latent_stride, rope_ptr, rope_stride, loc_ptr, loc_stride, tokens, ROWS, ROPE
-            )  # fmt: skip
-            _store(
-                loc, latent, rope, pool_ptr, pool_stride, slots, behind_loads(inverse_global, NATIVE),
-                ROWS, ROPE, SEARCH, NATIVE,
-            )  # fmt: skip
-            loc, latent, rope = next_loc, next_latent, next_rope
-    else:
-        _store(
-            loc, latent, rope, pool_ptr, pool_stride, slots, inverse_global, ROWS, ROPE, SEARCH, NATIVE
-        )  # fmt: skip
+    tl.store(row[:, None] + 256 + column, codes, mask=keep[:, None])
 
 
 # --- Public function ------------------------------------------------------------------------------------------------
@@ -278,12 +220,8 @@ def kv4_write(
     inverse_global = 1.0 / check_global_scale(global_scale)
     if not tokens:
         return
-    rows, warps, programs = tile or tile_for(tokens)
-    tiles = triton.cdiv(tokens, rows)
-    # A CPU has three, so that the interpreter takes turns. A search has the GPU compute all the time as it is, in more registers.
-    limit = 3 if loc.device.type == "cpu" else programs * (scale_choice == "amax") or tiles
-    programs = triton.cdiv(tiles, triton.cdiv(tiles, limit))  # as many turns for each
-    _kv4_write_kernel[(programs,)](
+    rows, warps = tile or tile_for(tokens)
+    _kv4_write_kernel[(triton.cdiv(tokens, rows),)](
         latent_words,
         rope_words,
         loc,
@@ -296,7 +234,6 @@ def kv4_write(
         pool.shape[0],
         inverse_global,
         ROWS=rows,
-        TURNS=programs < tiles,
         ROPE=ROPE_MODES[row.width],
         SEARCH=scale_choice == "mse",
         NATIVE=native(pool.device),

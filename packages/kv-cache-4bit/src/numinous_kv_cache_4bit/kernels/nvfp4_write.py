@@ -22,15 +22,14 @@
             A NaN makes its block of 16 NaN (scale 0x7f, elements 0x7), inf saturates and leaves its neighbours finite, -0 keeps its sign.
 *Search*    `scale_choice="mse"` takes of 11 scales for a block that of least squared error: the bytes of `numerics.quantize_nvfp4(…,
             scale_choice="mse")`, which tries 13 (`codec.search_scale` says why fewer do). The global scale is then a number, a power of two.
-            A scale takes 10.4 instructions a value on sm90 (166 for a block), no fp64; all of them 114, on top of 12. *Derived*, one H200: 4096 tokens
+            A scale takes 10.4 instructions a value on sm90 (166 for a block), no fp64; all of them 114, on top of 14. *Derived*, one H200: 4096 tokens
             of 8 heads of 128 and 128 take 35 µs more, of FP8 keys 18; that is 1 % of such a prefill's time in a layer of an 8B model.
 *FP8 keys*  bit for bit `numerics.quantize_fp8_tensor(k, global_scale, reciprocal=True)`: values beyond 448 and inf saturate, a NaN is one NaN.
 *Global*    a float is checked: 2^-64 … 2^64. A tensor is not read back; outside that range, and for NaN, it makes every block NaN.
 *Bytes*     a token: 2 (Dk + Dv) heads + id read, 9/16 (Dk + Dv) heads written. 8 heads of 128 and 128: 5256 with int64 ids; at 4.25 TB/s
             (*reported* best copy of an H200) 4096 tokens take 5.1 µs, 16,384 20.3 µs. FP8 keys: Dk heads written; 5704, 5.5 µs and 22.0 µs.
 *Tiles*     a thread has one block of 16: two 16-byte loads that do not wait for the id, no exchange between threads, 8 bytes and one byte stored.
-            Where there are more tiles than programs that are resident together, each takes several in turn and asks for the next ahead of its work on
-            this one (`codec.behind_loads`): bytes are under way all the time. 191 instructions a block on sm90, 87 of them in the logic unit.
+            222 instructions a block on sm90, 82 of them in the logic unit, in 32 registers: 64 warps a multiprocessor, which hide each other's latency.
 *Arch*      see catalog.py. NVIDIA GPUs round E2M1 in packed fp16 arithmetic; gfx950 and the interpreter one number at a time.
 """
 
@@ -46,7 +45,6 @@ from numinous_kv_cache_4bit.kernels.codec import (
     ARITHMETIC,
     FP8_CONVERSIONS,
     ScaleChoice,
-    behind_loads,
     block_amax,
     block_factor,
     block_scale,
@@ -82,15 +80,14 @@ SMALLEST, LARGEST = 2.0**-64, 2.0**64
 
 
 class Tile(NamedTuple):
-    """Blocks of 16 and warps of a program, and the most programs for K, and for V, which then take tiles in turn; 0: one for each tile."""
+    """Blocks of 16 and warps of a program."""
 
     blocks: int
     warps: int
-    programs: int = 0
 
 
-TILE = Tile(128, 4, 792)
-"""What the launcher takes: a block a thread; twelve programs for each SM of an H200, all resident at once (40 registers)."""
+TILE = Tile(128, 4)
+"""What the launcher takes: a block a thread."""
 
 Scale: TypeAlias = torch.Tensor | float
 
@@ -183,78 +180,6 @@ def _inverse(scale_ptr, inverse):
 
 
 @triton.jit
-def _place_of(tile, HEADS: tl.constexpr, PER_ROW: tl.constexpr, TILE: tl.constexpr):
-    """Of the blocks of 16 of a tile: tokens, heads and blocks of the head."""
-    # Without sign: a quotient by a power of two is a shift.
-    block = (tile * TILE + tl.arange(0, TILE)).to(tl.uint32)
-    row, column = block // PER_ROW, (block % PER_ROW).to(tl.int32)
-    return (row // HEADS).to(tl.int32), (row % HEADS).to(tl.int64), column
-
-
-@triton.jit
-def _load(
-    tile,
-    x_ptr,
-    x_token_stride,
-    x_head_stride,
-    loc_ptr,
-    loc_stride,
-    tokens,
-    HEADS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Of the blocks of a tile: their words of two bf16 numbers [TILE, 8], and slots."""
-    token, head, column = _place_of(tile, HEADS, PER_ROW, TILE)
-    live = token < tokens
-    loc = tl.load(loc_ptr + token.to(tl.int64) * loc_stride, mask=live, other=0).to(tl.int64)
-    start = token.to(tl.int64) * x_token_stride + head * x_head_stride + column * 8
-    # Not masked by the ids: the load need not wait for them.
-    at = x_ptr + start[:, None] + tl.arange(0, 8)[None, :]
-    return tl.load(at, mask=live[:, None], other=0).to(tl.uint32, bitcast=True), loc
-
-
-@triton.jit
-def _store(
-    tile,
-    pair,
-    loc,
-    buffer_ptr,
-    buffer_slot_stride,
-    buffer_head_stride,
-    scales_ptr,
-    scales_slot_stride,
-    scales_head_stride,
-    slots,
-    inverse,
-    HEADS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    TILE: tl.constexpr,
-    SEARCH: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    _, head, column = _place_of(tile, HEADS, PER_ROW, TILE)
-    keep = (loc > 0) & (loc < slots)
-    row = buffer_ptr + loc * buffer_slot_stride + head * buffer_head_stride
-    word = tl.arange(0, 8)[None, :]
-    even = (pair << 16).to(tl.float32, bitcast=True)
-    odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
-    if scales_ptr is None:
-        two = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
-        to = (row + column * 16).to(tl.pointer_type(tl.uint16))
-        tl.store(to[:, None] + word, two, mask=keep[:, None])
-    else:
-        codes = block_scale(block_amax(pair, NATIVE), inverse, NATIVE)
-        if SEARCH:
-            codes = search_scale(codes, even, odd, inverse)
-        factor = block_factor(codes, inverse, NATIVE)
-        packed = pack_e2m1(even, odd, tl.broadcast_to(factor[:, None], [TILE, 8]), NATIVE)
-        tl.store((row + column * 8)[:, None] + word, packed, mask=keep[:, None])
-        to = loc * scales_slot_stride + head * scales_head_stride + column
-        tl.store(scales_ptr + to, codes, mask=keep)
-
-
-@triton.jit
 def _write(
     x_ptr,
     x_token_stride,
@@ -273,33 +198,38 @@ def _write(
     HEADS: tl.constexpr,
     PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
-    TURNS: tl.constexpr,
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    first = tl.program_id(0)
-    pair, loc = _load(
-        first, x_ptr, x_token_stride, x_head_stride, loc_ptr, loc_stride, tokens, HEADS, PER_ROW, TILE
-    )  # fmt: skip
-    if TURNS:
-        step = tl.num_programs(0)
-        for tile in range(first, tl.cdiv(tokens * (HEADS * PER_ROW), TILE), step):
-            # Under way while this tile is worked on, and ahead of its stores, which could write what it reads.
-            next_pair, next_loc = _load(
-                tile + step, x_ptr, x_token_stride, x_head_stride, loc_ptr, loc_stride, tokens, HEADS, PER_ROW, TILE
-            )  # fmt: skip
-            _store(
-                tile, pair, loc, buffer_ptr, buffer_slot_stride, buffer_head_stride,
-                scales_ptr, scales_slot_stride, scales_head_stride,
-                slots, behind_loads(inverse, NATIVE), HEADS, PER_ROW, TILE, SEARCH, NATIVE,
-            )  # fmt: skip
-            pair, loc = next_pair, next_loc
+    # Without sign: a quotient by a power of two is a shift.
+    block = (tl.program_id(0) * TILE + tl.arange(0, TILE)).to(tl.uint32)
+    token, column = block // PER_ROW, (block % PER_ROW).to(tl.int32)
+    token, head = (token // HEADS).to(tl.int32), (token % HEADS).to(tl.int64)
+    live = token < tokens
+    loc = tl.load(loc_ptr + token.to(tl.int64) * loc_stride, mask=live, other=0).to(tl.int64)
+    word = tl.arange(0, 8)[None, :]
+    start = token.to(tl.int64) * x_token_stride + head * x_head_stride + column * 8
+    # Not masked by the ids: the load need not wait for them.
+    pair = tl.load(x_ptr + start[:, None] + word, mask=live[:, None], other=0)
+    pair = pair.to(tl.uint32, bitcast=True)
+
+    keep = (loc > 0) & (loc < slots)
+    row = buffer_ptr + loc * buffer_slot_stride + head * buffer_head_stride
+    even = (pair << 16).to(tl.float32, bitcast=True)
+    odd = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+    if scales_ptr is None:
+        two = encode_e4m3fn_pairs(even * inverse, odd * inverse, NATIVE > 0)
+        to = (row + column * 16).to(tl.pointer_type(tl.uint16))
+        tl.store(to[:, None] + word, two, mask=keep[:, None])
     else:
-        _store(
-            first, pair, loc, buffer_ptr, buffer_slot_stride, buffer_head_stride,
-            scales_ptr, scales_slot_stride, scales_head_stride,
-            slots, inverse, HEADS, PER_ROW, TILE, SEARCH, NATIVE,
-        )  # fmt: skip
+        codes = block_scale(block_amax(pair, NATIVE), inverse, NATIVE)
+        if SEARCH:
+            codes = search_scale(codes, even, odd, inverse)
+        factor = block_factor(codes, inverse, NATIVE)
+        packed = pack_e2m1(even, odd, tl.broadcast_to(factor[:, None], [TILE, 8]), NATIVE)
+        tl.store((row + column * 8)[:, None] + word, packed, mask=keep[:, None])
+        to = loc * scales_slot_stride + head * scales_head_stride + column
+        tl.store(scales_ptr + to, codes, mask=keep)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])
@@ -334,7 +264,6 @@ def _nvfp4_write_kernel(
     K_PER_ROW: tl.constexpr,  # blocks of a head, or of all
     V_PER_ROW: tl.constexpr,
     TILE: tl.constexpr,
-    TURNS: tl.constexpr,  # whether there are more tiles than programs
     SEARCH: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -343,14 +272,14 @@ def _nvfp4_write_kernel(
             k_ptr, k_token_stride, k_head_stride, loc_ptr, loc_stride,
             k_buffer_ptr, k_buffer_slot_stride, k_buffer_head_stride,
             k_scales_ptr, k_scales_slot_stride, k_scales_head_stride,
-            tokens, slots, _inverse(k_global_ptr, k_inverse), HEADS, K_PER_ROW, TILE, TURNS, SEARCH, NATIVE,
+            tokens, slots, _inverse(k_global_ptr, k_inverse), HEADS, K_PER_ROW, TILE, SEARCH, NATIVE,
         )  # fmt: skip
     else:
         _write(
             v_ptr, v_token_stride, v_head_stride, loc_ptr, loc_stride,
             v_buffer_ptr, v_buffer_slot_stride, v_buffer_head_stride,
             v_scales_ptr, v_scales_slot_stride, v_scales_head_stride,
-            tokens, slots, _inverse(v_global_ptr, v_inverse), HEADS, V_PER_ROW, TILE, TURNS, SEARCH, NATIVE,
+            tokens, slots, _inverse(v_global_ptr, v_inverse), HEADS, V_PER_ROW, TILE, SEARCH, NATIVE,
         )  # fmt: skip
 
 
@@ -429,13 +358,9 @@ def nvfp4_write(
     rows, each = (1, heads) if one.joined and other.joined else (heads, 1)  # a token's
     if not blocks:
         return
-    tiles = triton.cdiv(blocks, tile.blocks)
-    # A CPU has three, so that the interpreter takes turns. A search has the GPU compute all the time as it is, in more registers.
-    limit = 3 if loc.device.type == "cpu" else tile.programs * (scale_choice == "amax") or tiles
-    programs = triton.cdiv(tiles, triton.cdiv(tiles, limit))  # as many turns for each
-    if blocks >= 2**31 - (programs + 1) * tile.blocks:
+    if blocks >= 2**31 - tile.blocks:
         raise ValueError(f"k: {tokens} tokens are too many for one call")
-    _nvfp4_write_kernel[(programs, 2)](
+    _nvfp4_write_kernel[(triton.cdiv(blocks, tile.blocks), 2)](
         one.words,
         other.words,
         loc,
@@ -460,7 +385,6 @@ def nvfp4_write(
         K_PER_ROW=each * one.per_row,
         V_PER_ROW=each * other.per_row,
         TILE=tile.blocks,
-        TURNS=programs < tiles,
         SEARCH=scale_choice == "mse",
         NATIVE=rounding(k_buffer.device),
         num_warps=tile.warps,

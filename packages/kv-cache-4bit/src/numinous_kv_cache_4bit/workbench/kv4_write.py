@@ -216,7 +216,6 @@ def _binary(
     width: int,
     rows: int,
     *,
-    turns: bool = False,
     search: bool = False,
     quick: bool = True,
 ) -> TritonBinary:
@@ -240,7 +239,6 @@ def _binary(
             "loc_stride": 1,
             "ROWS": rows,
             "ROPE": rope,
-            "TURNS": turns,
             "SEARCH": search,
             "NATIVE": 2,
             "sm90": {"NATIVE": 1},
@@ -249,13 +247,11 @@ def _binary(
         aligned=[k for k in signature if k not in ("inverse_global", "tokens", "slots")],
         options={"num_warps": tile_for(1 if rows == 1 else FEW_TOKENS + 1).warps},
         required={
-            "sm90": ("VIMNMX3.U16x2", *(("BAR.RED",) if turns else ())),
+            "sm90": ("VIMNMX3.U16x2",),
             **dict.fromkeys(("sm100", "sm120"), ("F2FP.SATFINITE.E2M1",)),
         },
-        # With many rows no exchange between threads but by shuffles; with turns, the barrier of `behind_loads`.
-        forbidden={}
-        if rows == 1
-        else dict.fromkeys(("sm90", "sm100", "sm120"), ("BAR.SYNC" if turns else "BAR", "LDS")),
+        # With many rows no exchange between threads but by shuffles.
+        forbidden={} if rows == 1 else dict.fromkeys(("sm90", "sm100", "sm120"), ("BAR", "LDS")),
         quick=quick,
     )
 
@@ -270,7 +266,7 @@ def _cases() -> tuple[Case, ...]:
         Case(8, slots="edges", values="edges", layout="slices", scale=1024.0),
         Case(9, 288, slots="edges", values="edges", ids="int32"),
         Case(2, values="edges", choice="mse", scale=2.0),
-        Case(129, slots="edges", values="edges"),  # eight rows in a program, the last with one
+        Case(129, slots="edges", values="edges"),  # four rows in a program, the last with one
     )
 
 
@@ -300,9 +296,8 @@ OP = Op(
     },
     binaries=(
         _binary("few_352", 352, 1),
-        _binary("many_352", 352, MANY_ROWS, quick=False),
-        _binary("turns_352", 352, MANY_ROWS, turns=True),
-        _binary("turns_288", 288, MANY_ROWS, turns=True, quick=False),
+        _binary("many_352", 352, MANY_ROWS),
+        _binary("many_288", 288, MANY_ROWS, quick=False),
         _binary("few_352_mse", 352, 1, search=True, quick=False),
     ),
     bench_cases=_bench_cases(),
@@ -314,9 +309,6 @@ SWEPT = (
     *(Tile(rows, rows) for rows in (1, 2, 4, 8)),  # 16 values a thread: whole blocks
     Tile(1, 2),  # 8 values a thread
     Tile(8, 4),  # 32 values a thread
-    *(Tile(4, 4, programs) for programs in (528, 792, 1584)),
-    Tile(8, 8, 528),
-    Tile(8, 4, 792),
 )
 
 SWEEP = sweep(

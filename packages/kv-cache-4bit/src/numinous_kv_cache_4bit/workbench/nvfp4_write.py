@@ -272,8 +272,6 @@ def _flashinfer_version() -> str:
 
 
 def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
-    blocks = case.tokens * case.heads * max(case.k_dim, case.v_dim) // BLOCK
-    turns = blocks > TILE.blocks * TILE.programs
     pointers = {
         "k_ptr": "*i32", "v_ptr": "*i32", "loc_ptr": "*i64",
         "k_buffer_ptr": "*u8", "v_buffer_ptr": "*u8", "v_scales_ptr": "*u8",
@@ -315,18 +313,15 @@ def _binary(name: str, case: Case, *, quick: bool = True) -> TritonBinary:
             "K_PER_ROW": case.heads * case.k_dim // BLOCK,
             "V_PER_ROW": case.heads * case.v_dim // BLOCK,
             "TILE": TILE.blocks,
-            "TURNS": turns,
             "SEARCH": case.choice == "mse",
             "NATIVE": 1,
             "gfx950": {"NATIVE": 0},
         },
         aligned=[*pointers, *(name for name, stride in strides.items() if stride % 16 == 0)],
         options={"num_warps": TILE.warps},
-        # A block lies in one thread: no exchange. Two codes in one minimum of three. With turns, the barrier of `behind_loads`.
-        required={"sm90": ("VIMNMX3.U16x2", "LDG.E.128", *(("BAR.RED",) if turns else ()))},
-        forbidden=dict.fromkeys(
-            ("sm90", "sm100", "sm103", "sm120"), ("BAR.SYNC" if turns else "BAR", "SHFL", "LDS")
-        ),
+        # A block lies in one thread: no exchange. Two codes in one minimum of three.
+        required={"sm90": ("VIMNMX3.U16x2", "LDG.E.128")},
+        forbidden=dict.fromkeys(("sm90", "sm100", "sm103", "sm120"), ("BAR", "SHFL", "LDS")),
         quick=quick,
     )
 
@@ -343,7 +338,7 @@ def _cases() -> tuple[Case, ...]:
         Case(8, heads=2, k_dim=64, v_dim=256, slots="edges", values="edges", layout="slices", k_scale=1024.0),
         Case(9, heads=4, slots="edges", values="edges", ids="int32", k_scale=0.013, v_scale=7e-4),
         Case(20, heads=4, k_dim=16, v_dim=32, slots="edges", values="edges"),
-        Case(13, slots="edges", values="edges", layout="slices"),  # seven tiles of three programs
+        Case(13, slots="edges", values="edges", layout="slices"),  # seven programs, the last half full
         Case(3, choice="mse"),
         Case(9, heads=4, slots="edges", values="edges", layout="slices", choice="mse", k_scale=2.0**-7, v_scale=64.0),
         Case(3, keys="fp8"),
@@ -401,8 +396,6 @@ OP = Op(
     },
     binaries=(
         _binary("d128", Case(3)),
-        _binary("d128_turns", Case(4096)),
-        _binary("d128_k8_turns", Case(4096, keys="fp8"), quick=False),
         _binary("d128_scales", Case(3, on_device=True), quick=False),
         _binary("d256", Case(64, heads=4, k_dim=256, v_dim=256), quick=False),
         _binary("d128_mse", Case(3, choice="mse"), quick=False),
@@ -416,10 +409,8 @@ OP = Op(
 )
 
 SWEPT = (
-    *(Tile(32 * warps, warps) for warps in (2, 4, 8)),  # a block a thread, a program a tile
+    *(Tile(32 * warps, warps) for warps in (1, 2, 4, 8)),  # a block a thread
     Tile(256, 4),  # two
-    *(Tile(128, 4, programs) for programs in (264, 528, 660, 1056)),
-    Tile(256, 8, 396),
 )
 
 SWEEP = sweep(
