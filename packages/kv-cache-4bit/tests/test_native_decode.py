@@ -396,7 +396,9 @@ def test_the_kernel_is_proven_once(
     monkeypatch.setattr(utils, "log_info_on_rank0", lambda logger, text: logger.warning(text))
     for heads in (8, 8, 64):  # a target, its draft, another model's
         make_backend(engine, monkeypatch, case, heads=heads)
-    assert native_kernel.calls == [(1, 1, 8, native.PROBE), (1, 1, 64, native.PROBE)]
+    assert native_kernel.calls == [
+        (1, 1, heads, native.PROBE) for heads in (8, 64) for _ in native.PROBE_SPLITS
+    ]
     lines = [record.message for record in caplog.records if "where they lie" in record.message]
     name = case.ours.ROWS.feature
     assert lines == [
@@ -428,6 +430,25 @@ def test_a_kernel_that_fails_ends_the_process(
     assert "\n" not in str(error.value)
     mend = "_DECODE=scratch" if case.packed else "switch the feature off"
     assert mend in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "broken", ["parts", "cluster", "parts by the other", "cluster by the other"]
+)
+def test_every_way_is_proven_at_boot(
+    engine: Any, case: Any, count: Count, native_kernel: NativeKernel, monkeypatch: Any, broken: str
+) -> None:  # fmt: skip
+    """Where more tokens take another kernel than one does, that one runs too; each joins by parts and by a cluster."""
+    fault = {"parts": 3, "cluster": 2}[broken.split()[0]], "packed" if "other" in broken else None
+
+    def kernel(q: Any, pool: Any, *, splits: int, impl: Any, **of: Any) -> Any:
+        made = native_kernel(q, pool, splits=splits, impl=impl, **of)
+        return made._replace(out=made.out + ((splits, impl) == fault))
+
+    monkeypatch.setattr(native, "sparse_mla_decode", kernel)
+    monkeypatch.setattr(native, "other_impl", lambda row, heads, device: "packed")
+    with pytest.raises(SystemExit, match="answers wrongly"):
+        make_backend(engine, monkeypatch, case)
 
 
 @pytest.mark.parametrize("fault", ["scores", "heads", "rope"])

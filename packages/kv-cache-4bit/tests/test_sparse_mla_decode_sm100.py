@@ -183,9 +183,9 @@ def test_only_on_request(capability: tuple[int, int], monkeypatch: pytest.Monkey
     call: Any = SimpleNamespace(q=q, pool=pool)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert "waits to be asked for" in kernels._not_cuda(call, asked=False)
-    assert kernels._not_cuda(call, asked=True) == ""
+    assert "waits to be asked for" in kernels._not_cuda(call, None, None)
+    assert kernels._not_cuda(call, "cuda", None) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert kernels._not_cuda(call, asked=False) == ""
+    assert kernels._not_cuda(call, None, None) == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert "10.0, 10.3, 12.0, this is 8.0" in kernels._not_cuda(call, asked=True)
+    assert "10.0, 10.3, 12.0, this is 8.0" in kernels._not_cuda(call, "cuda", None)

@@ -192,7 +192,16 @@ KERNELS = (
         package="kv-cache-4bit",
         declared="numinous_kv_cache_4bit.workbench.decode_attention_nvfp4:OP",
         sentence="Decode attention of MHA and GQA models on NVFP4 slots, or FP8 keys and NVFP4 values, decoded in the registers of the matrix product.",
-        arch=COMPILED,
+        arch=RUN,
+        evidence=(
+            "decode_attention_nvfp4-6b6edc20b26f",
+            "decode_attention_nvfp4-8fa8df6b8cef",
+            "decode_attention_nvfp4-1a7e4b5c9696",
+            "decode_attention_nvfp4-8780a1daa391",
+            "decode_attention_nvfp4-9ec0b495c947",
+            "decode_attention_nvfp4-6648e36c6ee1",
+            "decode_attention_nvfp4-4edb3ab6e19e",
+        ),
         peers=("sglang-fp8", "flashinfer-nvfp4", "fa3-fp8"),
     ),
 )
