@@ -396,7 +396,9 @@ def test_the_kernel_is_proven_once(
     monkeypatch.setattr(utils, "log_info_on_rank0", lambda logger, text: logger.warning(text))
     for heads in (8, 8, 64):  # a target, its draft, another model's
         make_backend(engine, monkeypatch, case, heads=heads)
-    assert native_kernel.calls == [(1, 1, 8, native.PROBE), (1, 1, 64, native.PROBE)]
+    assert native_kernel.calls == [
+        (1, 1, heads, native.PROBE) for heads in (8, 64) for _ in native.PROBE_SPLITS
+    ]
     lines = [record.message for record in caplog.records if "where they lie" in record.message]
     name = case.ours.ROWS.feature
     assert lines == [
@@ -565,7 +567,7 @@ def check_pages(heads: int, queries: int, width: int, gpu: torch.device) -> None
     q = torch.randn(3, queries, heads, 576, generator=generator).to(gpu, torch.bfloat16)
     pages = torch.randint(1, PAGES, (3, width), generator=generator, dtype=torch.int32).to(gpu)
     lengths = torch.tensor([5, 70, 64], dtype=torch.int32, device=gpu)
-    splits = mla_dense_native.most_splits(3 * queries, heads, width)
+    splits = mla_dense_native.most_splits(3 * queries, heads, width, gpu)
     given = (q, cache, pages, lengths, SCALE, splits)
     out, replay = captured(lambda: native.attend_pages(*given), gpu)
     for other in ([5, 70, 64], [64 * width, 4, 8], [9, 9, 63 * width]):
