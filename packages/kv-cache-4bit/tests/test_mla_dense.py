@@ -626,14 +626,17 @@ def test_native_takes_what_is_made_for_it(
 
 def test_native_bytes(native_pages: Any, engine: Any) -> None:
     """The shadow stays, for prefill, and is counted; partial outputs are bounded whatever the context is."""
-    pool = build(engine, page=64)
+    pool, cpu = build(engine, page=64), torch.device("cpu")
     assert pool.get_kv_size_bytes() == (SLOTS + 64) * ours.cell_size(LAYERS, 0)
     for tokens in (1, 3, 64, 400, 4096):
         for heads in (8, 16, 128):
-            splits = mla_dense_native.most_splits(tokens, heads, 3200) or MAX_SPLITS
+            splits = mla_dense_native.most_splits(tokens, heads, 3200, cpu) or MAX_SPLITS
             parts = splits * tokens * heads * mla_dense_native.PART
             assert splits == 1 or parts <= mla_dense_native.PARTS
-    assert mla_dense_native.most_splits(64, 128, 1) == 1
+    assert mla_dense_native.most_splits(64, 128, 1, cpu) == 1
+    # A bound, no wish: 128 lists fill 132 multiprocessors, 16 of 128 heads a quarter of them.
+    assert mla_dense_native.most_splits(128, 16, 64, cpu) == 1
+    assert mla_dense_native.most_splits(16, 128, 512, cpu) == 4
 
 
 # --- A cached prefix in front of multi-head attention ----------------------------------------------------------------

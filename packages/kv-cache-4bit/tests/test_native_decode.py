@@ -586,7 +586,7 @@ def check_pages(heads: int, queries: int, width: int, gpu: torch.device) -> None
     q = torch.randn(3, queries, heads, 576, generator=generator).to(gpu, torch.bfloat16)
     pages = torch.randint(1, PAGES, (3, width), generator=generator, dtype=torch.int32).to(gpu)
     lengths = torch.tensor([5, 70, 64], dtype=torch.int32, device=gpu)
-    splits = mla_dense_native.most_splits(3 * queries, heads, width)
+    splits = mla_dense_native.most_splits(3 * queries, heads, width, gpu)
     given = (q, cache, pages, lengths, SCALE, splits)
     out, replay = captured(lambda: native.attend_pages(*given), gpu)
     for other in ([5, 70, 64], [64 * width, 4, 8], [9, 9, 63 * width]):

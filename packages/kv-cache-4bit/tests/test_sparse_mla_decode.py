@@ -489,6 +489,19 @@ def test_products_of() -> None:
     assert kernels.other_impl(KV4, 64, torch.device("cpu")) is None
 
 
+def test_params_under_another_default_device() -> None:
+    """The engine captures under its GPU as torch's default device, where reading a value back would end the capture."""
+    q, pool = (
+        torch.zeros(1, 1, 8, 576, dtype=torch.bfloat16),
+        torch.zeros(64, 352, dtype=torch.uint8),
+    )
+    index = torch.zeros(1, 1, 3, dtype=torch.int32)
+    call = kernels._checked(q, pool, 1.0, index, None, None, None, 0.5, None)
+    with torch.device("meta"):
+        params, _ = kernels.cuda_params(call, kernels.Split(1, 1))
+    assert params.q_factor == 0x3F003F00
+
+
 def test_split_over_clusters() -> None:
     """With 132 multiprocessors in GPCs of 16 and 18: as many blocks as clusters have room for, whole lists in whole clusters."""
     h200 = {1: 132, 2: 132, 4: 128, 8: 128, 16: 128}

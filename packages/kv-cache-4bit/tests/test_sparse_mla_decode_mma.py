@@ -132,7 +132,7 @@ def test_source_by_gpu(
 
     monkeypatch.setattr(kernels.launch, "load", load)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels, "_processors", lambda device: 188)
+    monkeypatch.setattr(kernels, "processors_of", lambda device: 188)
     hopper = capability == (9, 0)
     places = {1: 188, 2: 188, 4: 184, 8: 160} if hopper else {1: 188}
     monkeypatch.setattr(kernels, "_places", lambda *_: places)

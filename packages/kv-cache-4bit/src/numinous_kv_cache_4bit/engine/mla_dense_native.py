@@ -21,7 +21,11 @@ import torch
 
 from numinous_kv_cache_4bit.engine import native
 from numinous_kv_cache_4bit.engine.rows import KeptRows
-from numinous_kv_cache_4bit.kernels.sparse_mla_decode import MAX_SPLITS
+from numinous_kv_cache_4bit.kernels.sparse_mla_decode import (
+    MAX_SPLITS,
+    choose_splits,
+    processors_of,
+)
 from numinous_tooling.formats import LATENT_DIM
 
 PART = 4 * (LATENT_DIM + 1)  # bytes of a head's partial output
@@ -74,20 +78,24 @@ def attend(
         table,
         lengths,
         layer.scaling,
-        most_splits(tokens, heads, table.shape[1]),
+        most_splits(tokens, heads, table.shape[1], q.device),
     )
     rows.count.engaged()
     return out.view(-1, heads * layer.v_head_dim)
 
 
-def most_splits(tokens: int, heads: int, pages: int) -> int | None:
+def most_splits(tokens: int, heads: int, pages: int, device: torch.device) -> int | None:
     """Splits that leave at most `PARTS` bytes of partial outputs; None, the kernel's choice, where any number of its own does.
 
     Args:
         pages: of a table.
     """
-    splits = PARTS // (PART * tokens * heads)
-    return None if splits >= MAX_SPLITS else max(1, min(splits, pages))
+    most = PARTS // (PART * tokens * heads)
+    if most >= MAX_SPLITS:
+        return None
+    # A bound and no wish: lists that fill the GPU are slower for every split.
+    wanted = choose_splits(tokens * -(-heads // 64), pages, processors_of(device))
+    return max(1, min(most, wanted))
 
 
 def _tables(

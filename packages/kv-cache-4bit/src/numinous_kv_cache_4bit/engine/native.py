@@ -38,10 +38,8 @@ from numinous_tooling.patching.flags import option_value
 
 MOST_QUERIES = 8  # rows of a request: what the kernel is made for
 PROBE = 2048  # names in the table of `prove`
-PROBE_SPLITS = (
-    3,
-    2,
-)  # of them: several tiles each, as in large batches; parts to join, and on Hopper a cluster that joins
+PROBE_SPLITS = (1, 3, 2, 16)
+"""Of them: the output written at once, as in large batches; parts to join; on Hopper a small and a large cluster that joins."""
 PROBED = 8  # rows among them
 
 logger = logging.getLogger(__name__)

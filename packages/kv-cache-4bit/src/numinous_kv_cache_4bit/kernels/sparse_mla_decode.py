@@ -180,6 +180,7 @@ JOIN_TILES = (
 CLUSTERS = (2, 4, 8, 16)  # splits that are a cluster; 16 where a GPC has so many multiprocessors
 
 
+@functools.lru_cache(maxsize=4096)  # every layer of a step asks the same
 def choose_splits(blocks: int, tiles: int, processors: int) -> int:
     """Splits of each of `blocks` lists of `tiles` tiles that take the fewest turns of all processors; the fewest of equals."""
 
@@ -220,12 +221,18 @@ def split_last_turn(tokens: int, groups: int, tiles: int, places: Mapping[int, i
     return min(choices, key=lambda one: one[0])[1]
 
 
+@functools.lru_cache(maxsize=4096)  # 0.2 ms, and every layer of a step asks the same
+def _kept_split(tokens: int, groups: int, tiles: int, *places: tuple[int, int]) -> Split:
+    return split_last_turn(tokens, groups, tiles, dict(places))
+
+
 def join_threads(splits: int) -> int:
     """Threads of a block of `combine`: 64 of each of `groups_of_join` of layout.cuh."""
     return 64 if splits <= 4 else 256
 
 
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; an H200's where there is none."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return 132
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -238,7 +245,7 @@ def _places(plan: Schedule, row: RowFormat, device: torch.device) -> dict[int, i
     kernel = launch.load(PACKAGE, binary, entry=plan.entry)
     shared = plan.shared(row)
     at_once = {n: n * kernel.clusters_at_once(n, plan.threads, shared) for n in CLUSTERS}
-    return {1: _processors(device), **{n: blocks for n, blocks in at_once.items() if blocks}}
+    return {1: processors_of(device), **{n: blocks for n, blocks in at_once.items() if blocks}}
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
@@ -467,7 +474,7 @@ def _launch_triton(call: _Call) -> None:
     block = triton_heads(call.heads)
     groups = -(-call.heads // block)
     tiles = -(-call.width // BLOCK_N)
-    splits = call.splits or choose_splits(call.tokens * groups, tiles, _processors(call.q.device))
+    splits = call.splits or choose_splits(call.tokens * groups, tiles, processors_of(call.q.device))
     out, lse = call.out, call.lse
     if splits > 1:
         out, lse = _parts(call, call.tokens, splits)
@@ -629,18 +636,12 @@ def cuda_params(call: _Call, split: Split, debug: Any = None) -> tuple[_Params, 
     left, number = call.tokens - split.whole, split.splits // split.cluster
     parts = _parts(call, left, number) if left and number > 1 else (None, None)
     held = HELD if call.row.field("latent").encoding == "e2m1" else 1.0
-    factor = torch.tensor(call.latent_scale, dtype=torch.bfloat16).view(torch.int16).item()
-    tensors = (
-        call.q,
-        call.pool,
-        call.index,
-        call.lengths,
-        call.sink,
-        call.out,
-        call.lse,
-        *parts,
-        debug,
+    factor = (
+        torch.tensor(call.latent_scale, dtype=torch.bfloat16, device="cpu").view(torch.int16).item()
     )
+    tensors = (
+        call.q, call.pool, call.index, call.lengths, call.sink, call.out, call.lse, *parts, debug
+    )  # fmt: skip
     params = _Params(
         *(None if t is None else t.data_ptr() for t in tensors),
         *call.q.stride()[:3],
@@ -676,13 +677,13 @@ def cuda_launches(call: _Call, params: _Params, plan: Schedule) -> list[tuple[st
 def _split_of(call: _Call, plan: Schedule, clusters: bool) -> Split:
     if call.splits == 1:
         return Split(call.tokens, 1)
-    places = {1: _processors(call.q.device)}
+    places = {1: processors_of(call.q.device)}
     if clusters:
         places = _places(plan, call.row, call.q.device)
     if call.splits is not None:
         return Split(0, call.splits, call.splits if call.splits in places else 1)
     groups, tiles = -(-call.heads // plan.heads), -(-call.width // TILE)
-    return split_last_turn(call.tokens, groups, tiles, places)
+    return _kept_split(call.tokens, groups, tiles, *places.items())
 
 
 def _launch_cuda(
@@ -696,7 +697,7 @@ def _launch_cuda(
         call.heads,
         call.tokens,
         call.width,
-        _processors(call.q.device),
+        processors_of(call.q.device),
     )
     plan = schedule(call.heads, products)
     with torch.cuda.device(call.q.device):
